@@ -1,0 +1,233 @@
+"""The engine's HTTP door (`--middleware`): every request gets its adapter before vLLM sees it, and keeps it to the end.
+
+    POST … with "model": "<engine name>"    leased, then passed on; errors are OpenAI's form
+    GET  /manylora/v1/residency             what is in memory, and who uses it
+    POST /manylora/v1/evict                 drop a version once its requests have ended
+    GET  /metrics                           refreshed, then passed on
+    load routes of vLLM and its aliases     404: adapters are found by digest, never by a path in a request
+
+The engine listens on a Unix socket in a private folder; callers are the gateway and the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manylora.adapter import EngineName
+from manylora.engine import vllm_internals as vllm_seam
+from manylora.engine.metrics import EngineMetrics
+from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, AdapterNotOnDisk, Residency, Resident
+from manylora.engine.settings import EngineSettings
+from manylora.engine.worker_calls import WorkerTier
+from manylora.errors import InvalidName, ManyloraError
+from manylora.tiers.disk import DiskTier
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PREFIX = "/manylora/v1/"
+MAX_BODY_BYTES = 1 << 30
+"""A last bound; the gateway's own is far smaller."""
+
+_CLOSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
+
+
+class _Named(msgspec.Struct):
+    """The one field of a request that this door reads."""
+
+    model: str | None = None
+
+
+class AdapterMiddleware:
+    """Pure ASGI middleware; made by vLLM's API server, which is also where its engine is found (`app.state`)."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self._settings = EngineSettings.from_env()
+        self._residency: Residency | None = None
+        self._tier: WorkerTier | None = None
+        self._metrics = EngineMetrics()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Route a request: ours, closed, or vLLM's."""
+        if scope["type"] != "http" or self._settings.disk_tier is None:
+            await self.app(scope, receive, send)
+            return
+        path = str(scope["path"])
+        if path.startswith(_CLOSED):
+            await _reply_error(send, 404, "not_found", f"no route {path}")
+        elif path.startswith(PREFIX):
+            await self._own_route(scope, receive, send, path.removeprefix(PREFIX))
+        elif path.startswith("/metrics"):
+            await self._refresh_metrics(scope)
+            await self.app(scope, receive, send)
+        elif scope["method"] == "POST":
+            await self._serve(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, lease the adapter that it names, and hand the same body to vLLM."""
+        body = await _read_body(receive)
+        if body is None:
+            return
+        name = _adapter_in(body)
+        replay = _Replay(body, receive)
+        if name is None:
+            await self.app(scope, replay, send)
+            return
+        try:
+            async with self._account(scope).lease(str(name[0]), lambda: self._find_folder(name[1])):
+                await self.app(scope, replay, send)
+        except AdapterNotOnDisk as error:
+            await _reply_error(send, 404, "adapter_not_on_disk", error.message)
+        except AdapterMemoryFull as error:
+            await _reply_error(send, 503, "adapter_memory_full", str(error), retry_after_s=1)
+        except AdapterLoadFailed as error:
+            await _reply_error(send, 500, "adapter_load_failed", f"adapter {name[0]}: {error}")
+
+    def _find_folder(self, name: EngineName) -> Path | None:
+        assert self._settings.disk_tier is not None
+        found = DiskTier(self._settings.disk_tier).find_prefix(name.digest_prefix)
+        if len(found) > 1:
+            raise AdapterLoadFailed(f"{len(found)} versions share the digest prefix {name.digest_prefix}")
+        return found[0][1] if found else None
+
+    def _account(self, scope: Scope) -> Residency:
+        if self._residency is None:
+            state = scope["app"].state
+            self._tier = WorkerTier(vllm_seam.engine_client(state), timeout_s=self._settings.load_timeout_s)
+            served = vllm_seam.served_adapters(state)
+
+            def published(resident: Resident, present: bool) -> None:
+                if present:
+                    served[resident.engine_name] = vllm_seam.LoRARequest(
+                        lora_name=resident.engine_name, lora_int_id=resident.lora_id, lora_path=str(resident.folder)
+                    )
+                else:
+                    served.pop(resident.engine_name, None)
+
+            self._residency = Residency(
+                self._tier,
+                places=vllm_seam.host_slots(state),
+                wait_s=self._settings.admission_wait_s,
+                observer=self._metrics,
+                published=published,
+            )
+        return self._residency
+
+    async def _own_route(self, scope: Scope, receive: Receive, send: Send, route: str) -> None:
+        account = self._account(scope)
+        if route == "residency" and scope["method"] == "GET":
+            await _reply(send, 200, await self._residency_report(account))
+        elif route == "evict" and scope["method"] == "POST":
+            await self._evict(account, await _read_body(receive), send)
+        else:
+            await _reply_error(send, 404, "not_found", f"no route {PREFIX}{route}")
+
+    async def _residency_report(self, account: Residency) -> dict[str, Any]:
+        assert self._tier is not None
+        device = await self._tier.residency()
+        active = set(device["device"])
+        adapters = [
+            {
+                "engine_name": r.engine_name,
+                "digest": r.folder.name,
+                "tier": "device" if r.lora_id in active else "host" if r.is_ready else "loading",
+                "in_flight": r.in_flight,
+                "size_bytes": r.ready.result().host_bytes if r.is_ready else 0,
+            }
+            for r in account.residents()
+        ]
+        self._metrics.show(
+            host=sum(1 for r in adapters if r["tier"] != "loading"),
+            host_bytes=sum(int(r["size_bytes"]) for r in adapters),
+            device=len(active),
+            device_evictions=device["device_evictions"],
+            in_step_loads=device["in_step_loads"],
+        )
+        return {
+            "adapters": adapters,
+            "budget": {"host_adapters": account.places, "device_adapters": device["device_slots"]},
+        }
+
+    async def _evict(self, account: Residency, body: bytes | None, send: Send) -> None:
+        try:
+            name = json.loads(body or b"")["engine_name"]
+        except (ValueError, KeyError, TypeError):
+            await _reply_error(send, 400, "invalid_request_error", 'send {"engine_name": "tenant/adapter@vN-digest"}')
+            return
+        freed = await account.evict(str(name))
+        if freed is None:
+            await _reply_error(send, 404, "not_found", "this version is not in memory")
+        else:
+            await _reply(send, 200, {"freed_bytes": freed})
+
+    async def _refresh_metrics(self, scope: Scope) -> None:
+        """Bring the gauges up to date; a busy or dead engine must not keep anyone from reading the rest."""
+        try:
+            async with asyncio.timeout(2.0):
+                await self._residency_report(self._account(scope))
+        except (TimeoutError, ManyloraError, OSError, RuntimeError):
+            return
+
+
+def _adapter_in(body: bytes) -> tuple[str, EngineName] | None:
+    """The engine name in a request's body, as written and taken apart; None where there is none (vLLM answers then)."""
+    try:
+        model = msgspec.json.decode(body, type=_Named).model
+        return (model, EngineName.parse(model)) if model else None
+    except (msgspec.MsgspecError, InvalidName):
+        return None
+
+
+class _Replay:
+    """An ASGI `receive` that gives a body which was read before, then whatever comes (a disconnect)."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The whole body; None if the caller left first or sends more than any request may hold."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _reply(send: Send, status: int, payload: object, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    body = json.dumps(payload).encode()
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _reply_error(send: Send, status: int, code: str, message: str, retry_after_s: int | None = None) -> None:
+    headers = () if retry_after_s is None else ((b"retry-after", str(retry_after_s).encode()),)
+    error = {"message": message, "type": code, "param": "model", "code": code}
+    await _reply(send, status, {"error": error}, headers)

@@ -1,0 +1,75 @@
+"""The engine's Prometheus metrics, exported by vLLM's own `/metrics` (docs/metrics.md lists them).
+
+`vllm:num_loras_in_gpu` and `vllm:num_loras_in_cpu` are the names that published dashboards use; a vLLM that exports
+them itself keeps its own.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client.registry import CollectorRegistry
+
+_LOAD_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class EngineMetrics:
+    """Counts loads, hits and evictions, and shows what is where. One per API server process."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._loads = Counter(
+            "manylora:adapter_loads", "Adapter loads by tier and result", ["tier", "result"], registry=registry
+        )
+        self._seconds = Histogram(
+            "manylora:adapter_load_seconds", "Disk to host memory", ["tier"], buckets=_LOAD_SECONDS, registry=registry
+        )
+        self._hits = Counter(
+            "manylora:adapter_hits", "Requests that found their adapter in a tier", ["tier"], registry=registry
+        )
+        self._evictions = Counter(
+            "manylora:adapter_evictions",
+            "Adapters that lost their place, by tier and reason",
+            ["tier", "reason"],
+            registry=registry,
+        )
+        self._adapters = Gauge("manylora:adapters", "Adapters in a tier", ["tier"], registry=registry)
+        self._bytes = Gauge("manylora:adapter_bytes", "Bytes of adapters in a tier", ["tier"], registry=registry)
+        self._in_step = Gauge("manylora:adapter_in_step_loads", "Loads that a step had to wait for", registry=registry)
+        self._gpu = _unless_exported("vllm:num_loras_in_gpu", "Adapters in device memory", registry)
+        self._cpu = _unless_exported("vllm:num_loras_in_cpu", "Adapters in host memory", registry)
+        self._device_evictions_seen = 0
+
+    def loaded(self, seconds: float) -> None:
+        """A version reached host memory after `seconds`."""
+        self._loads.labels("host", "ok").inc()
+        self._seconds.labels("host").observe(seconds)
+
+    def load_failed(self) -> None:
+        """A load ended in an error."""
+        self._loads.labels("host", "failed").inc()
+
+    def hit(self) -> None:
+        """A request found its version in host memory."""
+        self._hits.labels("host").inc()
+
+    def evicted(self, reason: str) -> None:
+        """A version left host memory."""
+        self._evictions.labels("host", reason).inc()
+
+    def show(self, *, host: int, host_bytes: int, device: int, device_evictions: int, in_step_loads: int) -> None:
+        """Set the gauges from the account and from what the workers say; `device_evictions` is their running total."""
+        for gauge, value in ((self._gpu, device), (self._cpu, host)):
+            if gauge is not None:
+                gauge.set(value)
+        self._adapters.labels("host").set(host)
+        self._adapters.labels("device").set(device)
+        self._bytes.labels("host").set(host_bytes)
+        self._in_step.set(in_step_loads)
+        self._evictions.labels("device", "lru").inc(max(0, device_evictions - self._device_evictions_seen))
+        self._device_evictions_seen = max(device_evictions, self._device_evictions_seen)
+
+
+def _unless_exported(name: str, text: str, registry: CollectorRegistry) -> Gauge | None:
+    try:
+        return Gauge(name, text, registry=registry)
+    except ValueError:
+        return None

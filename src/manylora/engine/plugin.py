@@ -1,0 +1,26 @@
+"""The entry point that vLLM calls in each of its processes (group `vllm.general_plugins`). Wiring only."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("manylora.engine")
+
+
+def register() -> None:
+    """Check that this vLLM fits, then put our worker manager and CPU path in place. vLLM may call this more than once.
+
+    Raises `Unavailable` with one line when the vLLM is untested or has changed: serving with half of the plugin in
+    place could answer with the wrong weights.
+    """
+    from manylora.engine.settings import EngineSettings
+
+    settings = EngineSettings.from_env()
+    from manylora.engine import vllm_internals
+
+    vllm_internals.check(allow_untested=settings.allow_untested_vllm)
+    from manylora.engine.adapter_manager import AdapterManager
+    from manylora.engine.cpu_path import GroupedCPUWrapper
+
+    vllm_internals.install(AdapterManager, GroupedCPUWrapper)
+    log.info("manylora is in place in vLLM %s", vllm_internals.vllm_version())

