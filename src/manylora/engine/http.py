@@ -1,4 +1,4 @@
-"""The engine's HTTP door (`--middleware`): every request gets its adapter before vLLM sees it, and keeps it to the end.
+"""The engine's HTTP door: every request gets its adapter before vLLM sees it, and keeps it to the end.
 
     POST … with "model": "<engine name>"    leased, then passed on; errors are OpenAI's form
     GET  /manylora/v1/residency             what is in memory, and who uses it
@@ -20,12 +20,11 @@ from typing import Any
 import msgspec
 
 from manylora.adapter import EngineName
-from manylora.engine import vllm_internals as vllm_seam
 from manylora.engine.metrics import EngineMetrics
-from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, AdapterNotOnDisk, Residency, Resident
+from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, AdapterNotOnDisk, Residency
 from manylora.engine.settings import EngineSettings
 from manylora.engine.worker_calls import WorkerTier
-from manylora.errors import InvalidName, ManyloraError
+from manylora.errors import InvalidName, ManyloraError, Unavailable
 from manylora.tiers.disk import DiskTier
 
 Scope = MutableMapping[str, Any]
@@ -47,15 +46,24 @@ class _Named(msgspec.Struct):
     model: str | None = None
 
 
-class AdapterMiddleware:
-    """Pure ASGI middleware; made by vLLM's API server, which is also where its engine is found (`app.state`)."""
+class AdapterDoor:
+    """Pure ASGI middleware around an engine's API server.
 
-    def __init__(self, app: App) -> None:
+    `connect` is given the server's `app.state` with the first request, when its engine is up, and returns the account
+    of its memory and the workers that hold it.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        settings: EngineSettings,
+        metrics: EngineMetrics,
+        connect: Callable[[Any], tuple[Residency, WorkerTier]],
+    ) -> None:
         self.app = app
-        self._settings = EngineSettings.from_env()
-        self._residency: Residency | None = None
-        self._tier: WorkerTier | None = None
-        self._metrics = EngineMetrics()
+        self._settings, self._metrics, self._connect = settings, metrics, connect
+        self._connected: tuple[Residency, WorkerTier] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Route a request: ours, closed, or vLLM's."""
@@ -86,7 +94,7 @@ class AdapterMiddleware:
             await self.app(scope, replay, send)
             return
         try:
-            async with self._account(scope).lease(str(name[0]), lambda: self._find_folder(name[1])):
+            async with self._engine(scope)[0].lease(str(name[0]), lambda: self._find_folder(name[1])):
                 await self.app(scope, replay, send)
         except AdapterNotOnDisk as error:
             await _reply_error(send, 404, "adapter_not_on_disk", error.message)
@@ -94,6 +102,8 @@ class AdapterMiddleware:
             await _reply_error(send, 503, "adapter_memory_full", str(error), retry_after_s=1)
         except AdapterLoadFailed as error:
             await _reply_error(send, 500, "adapter_load_failed", f"adapter {name[0]}: {error}")
+        except Unavailable as error:
+            await _reply_error(send, 503, "service_unavailable", str(error), retry_after_s=1)
 
     def _find_folder(self, name: EngineName) -> Path | None:
         assert self._settings.disk_tier is not None
@@ -102,41 +112,22 @@ class AdapterMiddleware:
             raise AdapterLoadFailed(f"{len(found)} versions share the digest prefix {name.digest_prefix}")
         return found[0][1] if found else None
 
-    def _account(self, scope: Scope) -> Residency:
-        if self._residency is None:
-            state = scope["app"].state
-            self._tier = WorkerTier(vllm_seam.engine_client(state), timeout_s=self._settings.load_timeout_s)
-            served = vllm_seam.served_adapters(state)
-
-            def published(resident: Resident, present: bool) -> None:
-                if present:
-                    served[resident.engine_name] = vllm_seam.LoRARequest(
-                        lora_name=resident.engine_name, lora_int_id=resident.lora_id, lora_path=str(resident.folder)
-                    )
-                else:
-                    served.pop(resident.engine_name, None)
-
-            self._residency = Residency(
-                self._tier,
-                places=vllm_seam.host_slots(state),
-                wait_s=self._settings.admission_wait_s,
-                observer=self._metrics,
-                published=published,
-            )
-        return self._residency
+    def _engine(self, scope: Scope) -> tuple[Residency, WorkerTier]:
+        if self._connected is None:
+            self._connected = self._connect(scope["app"].state)
+        return self._connected
 
     async def _own_route(self, scope: Scope, receive: Receive, send: Send, route: str) -> None:
-        account = self._account(scope)
+        account, workers = self._engine(scope)
         if route == "residency" and scope["method"] == "GET":
-            await _reply(send, 200, await self._residency_report(account))
+            await _reply(send, 200, await self._residency_report(account, workers))
         elif route == "evict" and scope["method"] == "POST":
             await self._evict(account, await _read_body(receive), send)
         else:
             await _reply_error(send, 404, "not_found", f"no route {PREFIX}{route}")
 
-    async def _residency_report(self, account: Residency) -> dict[str, Any]:
-        assert self._tier is not None
-        device = await self._tier.residency()
+    async def _residency_report(self, account: Residency, workers: WorkerTier) -> dict[str, Any]:
+        device = await workers.residency()
         active = set(device["device"])
         adapters = [
             {
@@ -176,18 +167,32 @@ class AdapterMiddleware:
         """Bring the gauges up to date; a busy or dead engine must not keep anyone from reading the rest."""
         try:
             async with asyncio.timeout(2.0):
-                await self._residency_report(self._account(scope))
+                await self._residency_report(*self._engine(scope))
         except (TimeoutError, ManyloraError, OSError, RuntimeError):
             return
 
 
 def _adapter_in(body: bytes) -> tuple[str, EngineName] | None:
     """The engine name in a request's body, as written and taken apart; None where there is none (vLLM answers then)."""
+    model = _model_in(body)
     try:
-        model = msgspec.json.decode(body, type=_Named).model
         return (model, EngineName.parse(model)) if model else None
-    except (msgspec.MsgspecError, InvalidName):
+    except InvalidName:
         return None
+
+
+def _model_in(body: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(body, type=_Named).model
+    except msgspec.MsgspecError:
+        pass
+    # vLLM's parser takes more than the standard allows (NaN, say): whatever it would read as the model counts here too.
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    model = fields.get("model") if isinstance(fields, dict) else None
+    return model if isinstance(model, str) else None
 
 
 class _Replay:

@@ -17,7 +17,7 @@ from manylora.engine import settings as names
 from manylora.errors import InvalidSettings, Unavailable
 
 PLUGIN = "manylora"
-MIDDLEWARE = "manylora.engine.http.AdapterMiddleware"
+MIDDLEWARE = "manylora.engine.middleware.AdapterMiddleware"
 WORKER_EXTENSION = "manylora.engine.worker.AdapterWorker"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from manylora.engine.residency import AdapterLoadFailed, Loaded
+from manylora.errors import Unavailable
 
 PENDING, READY, FAILED = "pending", "ready", "failed"
 """States of a read, as a worker tells them."""
@@ -68,7 +69,10 @@ class WorkerTier:
         return first
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        return list(await self._engine.collective_rpc(method, self._timeout_s, args))
+        try:
+            return list(await self._engine.collective_rpc(method, self._timeout_s, args))
+        except Exception as error:  # vLLM raises its own errors when the engine has died or does not answer
+            raise Unavailable(f"the engine did not answer {method}: {type(error).__name__}") from error
 
 
 def _some(names: set[str], limit: int = 3) -> str:
