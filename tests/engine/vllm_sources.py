@@ -45,8 +45,8 @@ def _fetched_root(version: str) -> Path:
 
 
 def _download(version: str, into: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest",
-    str(into)] command += ["--python-version", "3.12", "--implementation", "cp", "--abi", "abi3"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(into), "--python-version", "3.12", "--implementation", "cp", "--abi", "abi3"]
     command += [part for platform in PLATFORMS for part in ("--platform", platform)]
     subprocess.run([*command, f"vllm=={version}"], check=True)
     return next(into.glob("vllm-*.whl"))
