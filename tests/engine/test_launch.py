@@ -33,7 +33,7 @@ def test_users_flags_win_over_our_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    "refused", ["--uds", "--port=1", "--api-key", "--lora-modules", "--api_server_count", "--host"]
+    "refused", ["--uds", "--port=1", "--api-key", "--lora-modules", "--api_server_count", "--host", "--lora-mod"]
 )
 def test_flags_that_would_open_a_door_are_refused_by_name(refused: str) -> None:
     with pytest.raises(InvalidSettings, match=refused.split("=")[0].replace("_", "-")):

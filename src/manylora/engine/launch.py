@@ -32,6 +32,9 @@ _REFUSED = {
     "--api-key": "keys belong to the gateway; see `manylora key create`",
     "--ssl-keyfile": "the engine is reached through a Unix socket only",
     "--ssl-certfile": "the engine is reached through a Unix socket only",
+    "--ssl-ca-certs": "the engine is reached through a Unix socket only",
+    "--ssl-cert-reqs": "the engine is reached through a Unix socket only",
+    "--grpc": "the gateway speaks HTTP to the engine",
     "--root-path": "the gateway expects the engine's routes at the root",
     "--lora-modules": "adapters come from the registry; see `manylora adapter push`",
     "--served-model-name": "use `manylora serve --served-model-name`",
@@ -73,9 +76,11 @@ def command(
 
 def check_vllm_args(vllm_args: Sequence[str]) -> None:
     """Raise `InvalidSettings` for the first flag that would break manylora, saying why and what to use instead."""
-    for flag in _flags(vllm_args):
-        if flag in _REFUSED:
-            raise InvalidSettings(f"vLLM's flag {flag} cannot be passed on", _REFUSED[flag])
+    for flag in sorted(_flags(vllm_args)):
+        for refused, why in _REFUSED.items():
+            # vLLM's parser may complete an abbreviation.
+            if refused.startswith(flag):
+                raise InvalidSettings(f"vLLM's flag {flag} cannot be passed on", why)
 
 
 def require_engine() -> str:
