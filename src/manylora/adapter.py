@@ -7,9 +7,9 @@ Grammar (`segment` is 1–63 characters of ``[a-z0-9._-]`` that start and end wi
     engine name    tenant/name@vN-<16 hex of digest>   acme/support@v7-3f9c2a1b0d4e5f60
     selector       [tenant/]name[@vN | @alias]         support, acme/support@canary
 
-A version is identified by its digest; the engine name carries a prefix of it, so a name whose content changed is another
-name to the engine, and the key of its prefix cache follows. Nothing here touches a disk, a database or a network, and no
-name is ever joined to a path: files are found by digest alone.
+A version is identified by its digest; the engine name carries a prefix of it, so a name whose content changed is
+another name to the engine, and the key of its prefix cache follows. Nothing here touches a disk, a database or a
+network, and no name is ever joined to a path: files are found by digest alone.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.errors import InvalidAdapter
-from manylora.registry.peft_config import MAX_LORA_RANK, PeftConfig, canonical_config, match_pattern, parse_config
+from manylora.peft_config import canonical_config, match_pattern
+from manylora.registry.peft_config import MAX_LORA_RANK, PeftConfig, parse_config
 
 Q = "model.layers.0.self_attn.q_proj"
 UNSET_BY_DEFAULT = [

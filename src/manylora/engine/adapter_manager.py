@@ -20,7 +20,7 @@ from typing import Any
 from manylora.adapter import DIGEST_HEX_CHARS
 from manylora.engine import vllm_internals as vllm_seam
 from manylora.errors import CorruptBlob, InvalidAdapter, ManyloraError
-from manylora.peft_config import CONFIG_FILE, TENSORS_FILE, LoraScaling, adapter_digest
+from manylora.peft_config import CONFIG_FILE, WEIGHTS_FILE, LoraScaling, adapter_digest
 
 _CHUNK_BYTES = 1 << 20
 
@@ -128,7 +128,7 @@ def verify_folder(folder: Path) -> dict[str, Any]:
     """
     try:
         raw = (folder / CONFIG_FILE).read_bytes()
-        if len(folder.name) == DIGEST_HEX_CHARS and adapter_digest(raw, _chunks(folder / TENSORS_FILE)) != folder.name:
+        if len(folder.name) == DIGEST_HEX_CHARS and adapter_digest(raw, _chunks(folder / WEIGHTS_FILE)) != folder.name:
             raise CorruptBlob(f"the files of adapter {folder.name[:16]} no longer match their digest")
         config = json.loads(raw)
     except (OSError, ValueError) as error:
@@ -162,9 +162,9 @@ def _apply_patterns(lora: vllm_seam.LoRAModel, config: dict[str, Any]) -> None:
     """Give modules their own scale on a vLLM that ignores `rank_pattern` and `alpha_pattern` (0.26)."""
     if vllm_seam.reads_patterns() or not (config.get("rank_pattern") or config.get("alpha_pattern")):
         return
-    scaling = LoraScaling.from_config(config)
+    scaling = LoraScaling.from_checked(config)
     for name, weights in lora.loras.items():
-        weights.scaling = scaling.scale_of(name)
+        weights.scaling = scaling.scaling_of(name)
 
 
 def _matrices(lora: vllm_seam.LoRAModel) -> Iterable[Any]:

@@ -20,8 +20,8 @@ from obstore.store import LocalStore, from_url
 
 from manylora.adapter import check_digest, shown
 from manylora.errors import CorruptBlob, InvalidAdapter, InvalidSettings, Unavailable
-from manylora.registry.peft_config import CONFIG_FILE
-from manylora.registry.peft_format import MAX_CONFIG_BYTES, WEIGHTS_FILE, content_hash
+from manylora.peft_config import CONFIG_FILE, WEIGHTS_FILE, digest_state
+from manylora.registry.peft_format import MAX_CONFIG_BYTES
 from manylora.registry.untrusted_files import open_plain
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class BlobStore:
     def _read(self, digest: str, config_sink: Callable[[bytes], int], weights_sink: Callable[[bytes], int]) -> None:
         config = b"".join(self._stream(digest, CONFIG_FILE, MAX_CONFIG_BYTES))
         config_sink(config)
-        found = content_hash(config)
+        found = digest_state(config)
         for chunk in self._stream(digest, WEIGHTS_FILE):
             found.update(chunk)
             weights_sink(chunk)
@@ -187,7 +187,7 @@ class BlobStore:
 
 def _checked(digest: str, config: bytes, weights: Path, progress: Progress | None) -> Iterator[bytes]:
     """The file's chunks. It raises after the last one, which calls the upload off, if the digest is another."""
-    found, done = content_hash(config), 0
+    found, done = digest_state(config), 0
     with open_plain(weights) as file:
         total = os.fstat(file.fileno()).st_size
         while chunk := file.read(_CHUNK_BYTES):

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 
 from manylora.adapter import shown
 from manylora.errors import InvalidAdapter
+from manylora.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from manylora.registry.base_model import EMBEDDING, BaseModel
-from manylora.registry.peft_config import CONFIG_FILE, PeftConfig
-from manylora.registry.peft_format import WEIGHTS_FILE, LoraModule, ModuleKind, PeftAdapter
+from manylora.registry.peft_config import PeftConfig
+from manylora.registry.peft_format import LoraModule, ModuleKind, PeftAdapter
 
 _NAMED_AT_MOST = 3
 _SNAPSHOT = re.compile(r"models--(?:[^/]+--)?([^/]+)/snapshots/[^/]+/?$")

@@ -8,7 +8,6 @@ would drop it.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import TypeVar
 
 from manylora.adapter import shown
 from manylora.errors import InvalidAdapter
+from manylora.peft_config import CONFIG_FILE, LoraScaling, canonical_config, is_literal
 
-CONFIG_FILE = "adapter_config.json"
 MAX_LORA_RANK = 512
 MAX_ALPHA = 1e6
 MAX_PATTERNS = 4096
@@ -85,35 +84,15 @@ _UNSUPPORTED: Mapping[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PeftConfig:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig(LoraScaling):
     """The fields of `adapter_config.json` that matter for serving."""
 
-    lora_rank: int
-    lora_alpha: float
-    use_rslora: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
     base_model: str | None
     revision: str | None
     target_modules: tuple[str, ...] | str | None
     layers_to_transform: tuple[int, ...] | None
     warnings: tuple[str, ...]
-
-    def rank_of(self, module: str) -> int:
-        """The rank that PEFT gives to `module` (its path without `base_model.model.`)."""
-        found = match_pattern(self.rank_pattern, module)
-        return self.lora_rank if found is None else self.rank_pattern[found]
-
-    def alpha_of(self, module: str) -> float:
-        """The alpha that PEFT gives to `module`."""
-        found = match_pattern(self.alpha_pattern, module)
-        return self.lora_alpha if found is None else self.alpha_pattern[found]
-
-    def scaling_of(self, module: str) -> float:
-        """The factor on B·A·x: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-        lora_rank = self.rank_of(module)
-        return self.alpha_of(module) / (math.sqrt(lora_rank) if self.use_rslora else lora_rank)
 
 
 def parse_config(raw: Mapping[str, object]) -> PeftConfig:
@@ -135,14 +114,10 @@ def parse_config(raw: Mapping[str, object]) -> PeftConfig:
     )
 
 
-def canonical_config(raw: Mapping[str, object]) -> bytes:
-    """The config as the digest sees it: sorted keys, no spaces, and `target_modules` (a set, to PEFT) in order."""
-    canonical = dict(raw)
-    modules = canonical.get("target_modules")
-    if isinstance(modules, list):
-        canonical["target_modules"] = sorted(modules, key=str)
+def canonical_bytes(raw: Mapping[str, object]) -> bytes:
+    """`manylora.peft_config.canonical_config`, with the refusal of what cannot be spelt."""
     try:
-        return json.dumps(canonical, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        return canonical_config(raw)
     except RecursionError as error:
         raise InvalidAdapter(f"{CONFIG_FILE} is nested too deeply") from error
 
@@ -150,24 +125,6 @@ def canonical_config(raw: Mapping[str, object]) -> bytes:
 # --- rank_pattern and alpha_pattern ---------------------------------------------------------------------------------
 
 
-def match_pattern(patterns: Mapping[str, object], module: str) -> str | None:
-    """The first key that PEFT's rule matches to `module`: a regular expression for its end, after a dot."""
-    return next((key for key in patterns if _matches(key, module)), None)
-
-
-def _matches(key: str, module: str) -> bool:
-    if _LITERAL.fullmatch(key) and not _may_end_with(module, key):
-        return False  # spares the regular expression for nearly all of the hundreds of keys that some adapters have
-    return re.match(rf"(.*\.)?({key})$", module) is not None
-
-
-def _may_end_with(module: str, key: str) -> bool:
-    """A key without repetitions matches as many characters as it has, at the end and after a dot."""
-    before = len(module) - len(key)
-    return module.endswith(key.rpartition(".")[2]) and (before == 0 or (before > 0 and module[before - 1] == "."))
-
-
-_LITERAL = re.compile(r"[A-Za-z0-9_.]+")
 _CLASS = re.compile(r"\[\^?(?:[A-Za-z0-9_.]|-(?!-))+\]")
 _ESCAPE = re.compile(r"\\[.dDwWsS\-_/]")
 _RISKY = re.compile(r"[\\\[\]]|\)[*+{?]|\(\?|[*+?}][*+{?]")
@@ -179,7 +136,7 @@ def _patterns(raw: Mapping[str, object], field: str, read: Callable[[str, object
         return {}
     if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
         raise _invalid(field, value, f"give a map of at most {MAX_PATTERNS} entries")
-    if sum(not _LITERAL.fullmatch(key) for key in value) > _MAX_EXPRESSIONS:
+    if sum(not is_literal(key) for key in value) > _MAX_EXPRESSIONS:
         raise _invalid(field, "…", f"use at most {_MAX_EXPRESSIONS} regular expressions; plain names are not counted")
     for key in value:
         _check_pattern(field, key)

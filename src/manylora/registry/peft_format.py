@@ -7,7 +7,6 @@ base model is `compatibility`'s question.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections import defaultdict
@@ -18,14 +17,13 @@ from pathlib import Path
 
 from manylora.adapter import shown
 from manylora.errors import InvalidAdapter
-from manylora.registry.peft_config import CONFIG_FILE, PeftConfig, canonical_config, match_pattern, parse_config
+from manylora.peft_config import CONFIG_FILE, WEIGHTS_FILE, digest_state, match_pattern
+from manylora.registry.peft_config import PeftConfig, canonical_bytes, parse_config
 from manylora.registry.safetensors_header import Header, Limits, TensorInfo, read_header
 from manylora.registry.strict_json import parse_object
 from manylora.registry.untrusted_files import FileStamp, inside, is_folder, open_plain, stamp
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
-_DIGEST_DOMAIN = b"manylora/adapter/1\n"
 _PREFIX = "base_model.model."
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
 _COPY_OF_BASE = re.compile(r"((?:.+\.)?(?:embed_tokens|lm_head))\.base_layer\.weight")
@@ -114,7 +112,7 @@ def read_peft_folder(folder: Path, *, max_bytes: int) -> PeftAdapter:
         weights_stamp=weights_stamp,
         config=config,
         raw_config=raw,
-        config_bytes=canonical_config(raw),
+        config_bytes=canonical_bytes(raw),
         header=header,
         modules=modules,
         base_copies=base_copies,
@@ -124,16 +122,11 @@ def read_peft_folder(folder: Path, *, max_bytes: int) -> PeftAdapter:
 
 def digest(config_bytes: bytes, weights: Path) -> str:
     """The identity of an adapter's content: 64 hex characters over the canonical config and the safetensors bytes."""
-    found = content_hash(config_bytes)
+    found = digest_state(config_bytes)
     with open_plain(weights) as file:
         while chunk := file.read(1 << 20):
             found.update(chunk)
     return found.hexdigest()
-
-
-def content_hash(config_bytes: bytes) -> hashlib._Hash:
-    """The hash of an adapter's content, to be fed with the bytes of its safetensors file."""
-    return hashlib.sha256(_DIGEST_DOMAIN + len(config_bytes).to_bytes(8, "little") + config_bytes)
 
 
 def _read_raw_config(folder: Path) -> dict[str, object]:
