@@ -50,3 +50,11 @@ def test_load_routes_stay_closed_whatever_the_environment_says() -> None:
 def test_plugin_is_among_those_that_vllm_is_told_to_load(given: str, expected: str) -> None:
     built = launch.command("m", env={"VLLM_PLUGINS": given}, **PATHS)
     assert built.env["VLLM_PLUGINS"] == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [([], "64"), (["--max-loras", "128"], "128"), (["--max-loras=4"], "64"), (["--max_loras=100"], "100")],
+)
+def test_host_memory_holds_at_least_a_batch(args: list[str], expected: str) -> None:
+    assert flag(launch.command("m", vllm_args=args, env={}, **PATHS).argv, "--max-cpu-loras") == expected

