@@ -1,0 +1,271 @@
+"""What the gateway adds to the time to first token: the same engine through it and directly, in turns, in one run.
+
+Eight closed-loop clients stream completions; blocks of requests alternate between the two ways, so that whatever else
+the machine does falls on both. The result is JSON: median and 99th percentile of each way, and their differences.
+
+    python bench/gateway_latency.py --fake       # an engine that only waits, and a gateway, both started here
+    python bench/gateway_latency.py --engine-socket S --engine-model M --gateway URL --key sk-… --model N
+
+With `--fake` the gateway serves a real registry (SQLite) in a temporary folder. The engine's tokens come from timers:
+the difference is the gateway's own work.
+"""
+
+# Draws are for variety only, and every command and URL is this file's own.
+# ruff: noqa: S310, S311, S603
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from manylora.registry.catalog import Catalog
+from manylora.settings import Settings
+
+RESULT = Path(__file__).parent / "results" / "gateway-latency.json"
+FAKE_BASE = "Fake-Base"
+START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to the engine."""
+
+    name: str
+    url: str
+    model: str
+    headers: dict[str, str]
+    socket: Path | None = None
+
+    def session(self) -> aiohttp.ClientSession:
+        connector = aiohttp.UnixConnector(str(self.socket), limit=0) if self.socket else aiohttp.TCPConnector(limit=0)
+        return aiohttp.ClientSession(connector=connector, headers=self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is asked."""
+
+    streams: int
+    blocks: int
+    requests_per_block: int
+    max_tokens: int
+    seed: int = 42
+
+
+async def first_token_s(session: aiohttp.ClientSession, way: Way, prompt: str, max_tokens: int) -> float:
+    """Send one streamed completion, read it to its end, and return the seconds to its first event."""
+    body = {"model": way.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body["ignore_eos"] = True
+    started = time.perf_counter()
+    first = None
+    async with session.post(f"{way.url}/v1/completions", json=body) as response:
+        tail = b""
+        async for chunk in response.content.iter_any():
+            first = first or time.perf_counter() - started
+            tail = (tail + chunk)[-64:]
+        if response.status != 200 or first is None or not tail.rstrip().endswith(b"[DONE]"):
+            raise SystemExit(f"{way.name}: {response.status} {tail!r}")
+    return first
+
+
+async def run_block(way: Way, session: aiohttp.ClientSession, plan: Plan, draw: random.Random) -> list[float]:
+    """`requests_per_block` requests by `streams` clients, each with the next request as soon as its last one ended."""
+    jobs = [
+        (f"Request {draw.random()}: count on.", draw.randint(1, plan.max_tokens))
+        for _ in range(plan.requests_per_block)
+    ]
+    seconds: list[float] = []
+
+    async def client() -> None:
+        while jobs:
+            seconds.append(await first_token_s(session, way, *jobs.pop()))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(plan.streams):
+            group.create_task(client())
+    return seconds
+
+
+async def measure(ways: Sequence[Way], plan: Plan) -> dict[str, list[float]]:
+    """Blocks by turns, the first of each way thrown away; the order within a pair changes every time."""
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    draw = random.Random(plan.seed)
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = {way.name: await stack.enter_async_context(way.session()) for way in ways}
+        for block in range(plan.blocks + 1):
+            for way in ways if block % 2 else reversed(ways):
+                taken = await run_block(way, sessions[way.name], plan, draw)
+                if block:
+                    seconds[way.name] += taken
+    return seconds
+
+
+def summary(seconds: dict[str, list[float]], plan: Plan, what: str) -> dict[str, object]:
+    ways = {name: _quantiles(values) for name, values in seconds.items()}
+    added = {key: round(ways["gateway"][key] - ways["direct"][key], 3) for key in ("median_ms", "p99_ms")}
+    return {
+        "what": what,
+        "streams": plan.streams,
+        "requests_each": plan.blocks * plan.requests_per_block,
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.machine()},
+        **ways,
+        "added": added,
+    }
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {"median_ms": round(1000 * statistics.median(seconds), 3), "p99_ms": round(1000 * cuts[98], 3)}
+
+
+# ---- an engine that only waits
+
+
+async def _fake_completion(request: Request) -> Response:
+    body = await request.json()
+
+    async def events() -> AsyncIterator[bytes]:
+        await asyncio.sleep(random.uniform(0.015, 0.025))
+        for number in range(body["max_tokens"]):
+            choice = {"index": 0, "text": f" {number}", "logprobs": None, "finish_reason": None}
+            event = {
+                "id": "cmpl-1",
+                "object": "text_completion",
+                "created": 1,
+                "model": body["model"],
+                "choices": [choice],
+            }
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+            await asyncio.sleep(random.uniform(0.025, 0.035))
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def serve_fake_engine(socket: Path) -> None:
+    routes = [
+        Route("/v1/completions", _fake_completion, methods=["POST"]),
+        Route("/health", lambda request: Response()),
+    ]
+    uvicorn.run(Starlette(routes=routes), uds=str(socket), access_log=False, log_level="error")
+
+
+@contextlib.contextmanager
+def fake_ways(folder: Path, port: int) -> Iterator[list[Way]]:
+    """A fake engine and a real gateway process in `folder`, gone at the end."""
+    socket = folder / "engine.sock"
+    env = {**os.environ, "MANYLORA_HOME": str(folder), "MANYLORA_PORT": str(port)}
+    settings = replace(Settings.from_env(env), port=port)
+    with contextlib.closing(Catalog.open(settings)) as catalog:
+        catalog.create_tenant("bench", actor="bench")
+        key, _ = catalog.create_key("bench", actor="bench")
+    engine = [sys.executable, __file__, "--serve-fake-engine", str(socket)]
+    gateway = [sys.executable, "-m", "manylora.gateway", "--engine-socket", str(socket), "--base-model", FAKE_BASE]
+    url = f"http://127.0.0.1:{port}"
+    with _child(engine, env, folder / "engine.log"), _child(gateway, env, folder / "gateway.log"):
+        _wait_ready(f"{url}/readyz", folder / "gateway.log")
+        yield [
+            Way("gateway", url, FAKE_BASE, {"authorization": f"Bearer {key}"}),
+            Way("direct", "http://engine", FAKE_BASE, {}, socket),
+        ]
+
+
+@contextlib.contextmanager
+def _child(argv: list[str], env: dict[str, str], log: Path) -> Iterator[None]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, env=env, stdout=out, stderr=out)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(10)
+
+
+def _wait_ready(url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(url, timeout=2):
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"the gateway did not become ready:\n{log.read_text()}")
+
+
+# ---- command line
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--fake", action="store_true", help="start a waiting engine and a gateway for it")
+    parser.add_argument("--port", type=int, default=18080, help="the gateway's port with --fake")
+    parser.add_argument("--engine-socket", type=Path, help="Unix socket of a running engine")
+    parser.add_argument("--engine-model", help="model name to use on the engine directly")
+    parser.add_argument("--gateway", help="base URL of a running gateway")
+    parser.add_argument("--key", help="API key for the gateway")
+    parser.add_argument("--model", help="model name to use on the gateway")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=10, help="blocks of requests each way, after one to warm up")
+    parser.add_argument("--requests-per-block", type=int, default=40)
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--fail-over-ms", type=float, help="exit with 1 if the median grows by more than this")
+    parser.add_argument("--serve-fake-engine", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    running = (args.engine_socket, args.engine_model, args.gateway, args.key, args.model)
+    if not args.fake and not args.serve_fake_engine and not all(running):
+        parser.error("give --fake, or all of --engine-socket --engine-model --gateway --key --model")
+    return args
+
+
+def real_ways(args: argparse.Namespace) -> list[Way]:
+    return [
+        Way("gateway", args.gateway.rstrip("/"), args.model, {"authorization": f"Bearer {args.key}"}),
+        Way("direct", "http://engine", args.engine_model, {}, args.engine_socket),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.serve_fake_engine:
+        serve_fake_engine(args.serve_fake_engine)
+        return 0
+    plan = Plan(args.streams, args.blocks, args.requests_per_block, args.max_tokens)
+    with contextlib.ExitStack() as stack:
+        if args.fake:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-bench-")))
+            ways = stack.enter_context(fake_ways(folder, args.port))
+        else:
+            ways = real_ways(args)
+        seconds = asyncio.run(measure(ways, plan))
+    result = summary(seconds, plan, "an engine that waits" if args.fake else args.model)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    added = statistics.median(seconds["gateway"]) - statistics.median(seconds["direct"])
+    return 1 if args.fail_over_ms is not None and added * 1000 > args.fail_over_ms else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
