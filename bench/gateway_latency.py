@@ -3,6 +3,7 @@
 Eight closed-loop clients stream completions; blocks of requests alternate between the two ways, so that whatever else
 the machine does falls on both. The result is JSON: median and 99th percentile of each way, and their differences.
 
+    python bench/gateway_latency.py --serve DIR  # `manylora serve` on a model folder, with one of the demo's adapters
     python bench/gateway_latency.py --fake       # an engine that only waits, and a gateway, both started here
     python bench/gateway_latency.py --engine-socket S --engine-model M --gateway URL --key sk-… --model N
 
@@ -41,6 +42,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from manylora.adapter import Selector
 from manylora.registry.catalog import Catalog
 from manylora.settings import Settings
 
@@ -116,7 +118,7 @@ async def measure(ways: Sequence[Way], plan: Plan) -> dict[str, list[float]]:
     async with contextlib.AsyncExitStack() as stack:
         sessions = {way.name: await stack.enter_async_context(way.session()) for way in ways}
         for block in range(plan.blocks + 1):
-            for way in ways if block % 2 else reversed(ways):
+            for way in reversed(ways) if block % 2 else ways:
                 taken = await run_block(way, sessions[way.name], plan, draw)
                 if block:
                     seconds[way.name] += taken
@@ -201,16 +203,43 @@ def _child(argv: list[str], env: dict[str, str], log: Path) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(10)
+        process.wait(30)
 
 
-def _wait_ready(url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait_ready(url: str, log: Path, timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(url, timeout=2):
             return
         time.sleep(0.1)
     raise SystemExit(f"the gateway did not become ready:\n{log.read_text()}")
+
+
+# ---- a real engine
+
+ADAPTER = Path(__file__).parents[1] / "examples" / "adapters" / "pirate"
+VLLM_FLAGS = ("--max-model-len", "256", "--max-num-seqs", "16", "--max-lora-rank", "16")
+SERVE_TIMEOUT_S = 300.0
+
+
+@contextlib.contextmanager
+def served_ways(folder: Path, model: str, port: int) -> Iterator[list[Way]]:
+    """`manylora serve` on `model`, and one of the demo's adapters through the gateway and on the engine directly."""
+    cli = [sys.executable, "-m", "manylora.cli.main", "--home", str(folder)]
+    serve = [*cli, "serve", model, "--served-model-name", "base", "--port", str(port), "--", *VLLM_FLAGS]
+    log = folder / "serve.log"
+    with _child(serve, dict(os.environ), log):
+        _wait_ready(f"http://127.0.0.1:{port}/readyz", log, SERVE_TIMEOUT_S)
+        push = [*cli, "adapter", "push", str(ADAPTER), "default/pirate", "--force"]
+        subprocess.run(push, check=True, stdout=subprocess.DEVNULL)
+        settings = Settings.from_env({"MANYLORA_HOME": str(folder)})
+        with contextlib.closing(Catalog.open(settings)) as catalog:
+            key, _ = catalog.create_key("default", actor="bench")
+            name = catalog.resolve("default", Selector.parse("default/pirate")).ref.engine_name
+        yield [
+            Way("gateway", f"http://127.0.0.1:{port}", "default/pirate", {"authorization": f"Bearer {key}"}),
+            Way("direct", "http://engine", name, {}, settings.run_dir / "engine.sock"),
+        ]
 
 
 # ---- command line
@@ -219,7 +248,8 @@ def _wait_ready(url: str, log: Path) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--fake", action="store_true", help="start a waiting engine and a gateway for it")
-    parser.add_argument("--port", type=int, default=18080, help="the gateway's port with --fake")
+    parser.add_argument("--serve", metavar="DIR", help="start `manylora serve` on this model folder")
+    parser.add_argument("--port", type=int, default=18080, help="the gateway's port with --fake or --serve")
     parser.add_argument("--engine-socket", type=Path, help="Unix socket of a running engine")
     parser.add_argument("--engine-model", help="model name to use on the engine directly")
     parser.add_argument("--gateway", help="base URL of a running gateway")
@@ -234,8 +264,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--serve-fake-engine", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     running = (args.engine_socket, args.engine_model, args.gateway, args.key, args.model)
-    if not args.fake and not args.serve_fake_engine and not all(running):
-        parser.error("give --fake, or all of --engine-socket --engine-model --gateway --key --model")
+    if not args.fake and not args.serve and not args.serve_fake_engine and not all(running):
+        parser.error("give --serve, --fake, or all of --engine-socket --engine-model --gateway --key --model")
     return args
 
 
@@ -244,6 +274,12 @@ def real_ways(args: argparse.Namespace) -> list[Way]:
         Way("gateway", args.gateway.rstrip("/"), args.model, {"authorization": f"Bearer {args.key}"}),
         Way("direct", "http://engine", args.engine_model, {}, args.engine_socket),
     ]
+
+
+def _what(args: argparse.Namespace) -> str:
+    if args.fake:
+        return "an engine that waits"
+    return f"vLLM on the CPU, {Path(args.serve).name} with one adapter" if args.serve else str(args.model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -256,10 +292,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.fake:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-bench-")))
             ways = stack.enter_context(fake_ways(folder, args.port))
+        elif args.serve:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-bench-")))
+            ways = stack.enter_context(served_ways(folder, args.serve, args.port))
         else:
             ways = real_ways(args)
         seconds = asyncio.run(measure(ways, plan))
-    result = summary(seconds, plan, "an engine that waits" if args.fake else args.model)
+    result = summary(seconds, plan, _what(args))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
