@@ -1,9 +1,9 @@
 """What the gateway adds to the time to first token: the same engine through it and directly, in turns, in one run.
 
-Eight closed-loop clients stream completions; blocks of requests alternate between the two ways, so that whatever else
-the machine does falls on both. The result is JSON: median and 99th percentile of each way, and their differences.
+Eight closed-loop clients stream completions, each request by lot through the gateway or directly, so that whatever the
+machine does falls on both. The result is JSON: median and 99th percentile of each way, and their differences.
 
-    python bench/gateway_latency.py --serve DIR  # `manylora serve` on a model folder, with one of the demo's adapters
+    python bench/gateway_latency.py --serve DIR --adapter DIR   # `manylora serve` on a model folder, with an adapter
     python bench/gateway_latency.py --fake       # an engine that only waits, and a gateway, both started here
     python bench/gateway_latency.py --engine-socket S --engine-model M --gateway URL --key sk-… --model N
 
@@ -71,8 +71,7 @@ class Plan:
     """How much is asked."""
 
     streams: int
-    blocks: int
-    requests_per_block: int
+    requests: int
     max_tokens: int
     seed: int = 42
 
@@ -93,35 +92,31 @@ async def first_token_s(session: aiohttp.ClientSession, way: Way, prompt: str, m
     return first
 
 
-async def run_block(way: Way, session: aiohttp.ClientSession, plan: Plan, draw: random.Random) -> list[float]:
-    """`requests_per_block` requests by `streams` clients, each with the next request as soon as its last one ended."""
-    jobs = [
-        (f"Request {draw.random()}: count on.", draw.randint(1, plan.max_tokens))
-        for _ in range(plan.requests_per_block)
-    ]
-    seconds: list[float] = []
-
-    async def client() -> None:
-        while jobs:
-            seconds.append(await first_token_s(session, way, *jobs.pop()))
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(plan.streams):
-            group.create_task(client())
-    return seconds
-
-
 async def measure(ways: Sequence[Way], plan: Plan) -> dict[str, list[float]]:
-    """Blocks by turns, the first of each way thrown away; the order within a pair changes every time."""
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    """Closed-loop clients that send each request one way or the other by lot; the first requests are thrown away.
+
+    Both ways see the same engine, the same load and the same neighbours at every moment: what is left between their
+    medians is the way itself.
+    """
     draw = random.Random(plan.seed)
+    jobs = [(way, draw.randint(1, plan.max_tokens)) for way in ways for _ in range(plan.requests)]
+    draw.shuffle(jobs)
+    warm_up = [(way, plan.max_tokens) for way in (ways[0], *ways * plan.streams)]
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     async with contextlib.AsyncExitStack() as stack:
         sessions = {way.name: await stack.enter_async_context(way.session()) for way in ways}
-        for block in range(plan.blocks + 1):
-            for way in reversed(ways) if block % 2 else ways:
-                taken = await run_block(way, sessions[way.name], plan, draw)
-                if block:
-                    seconds[way.name] += taken
+        for way, tokens in warm_up:
+            await first_token_s(sessions[way.name], way, "Warm up.", tokens)
+
+        async def client() -> None:
+            while jobs:
+                way, tokens = jobs.pop()
+                prompt = f"Request {draw.random()}: count on."
+                seconds[way.name].append(await first_token_s(sessions[way.name], way, prompt, tokens))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(plan.streams):
+                group.create_task(client())
     return seconds
 
 
@@ -131,7 +126,7 @@ def summary(seconds: dict[str, list[float]], plan: Plan, what: str) -> dict[str,
     return {
         "what": what,
         "streams": plan.streams,
-        "requests_each": plan.blocks * plan.requests_per_block,
+        "requests_each": plan.requests,
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.machine()},
         **ways,
         "added": added,
@@ -217,27 +212,26 @@ def _wait_ready(url: str, log: Path, timeout_s: float = START_TIMEOUT_S) -> None
 
 # ---- a real engine
 
-ADAPTER = Path(__file__).parents[1] / "examples" / "adapters" / "pirate"
 VLLM_FLAGS = ("--max-model-len", "256", "--max-num-seqs", "16", "--max-lora-rank", "16")
 SERVE_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
-def served_ways(folder: Path, model: str, port: int) -> Iterator[list[Way]]:
-    """`manylora serve` on `model`, and one of the demo's adapters through the gateway and on the engine directly."""
+def served_ways(folder: Path, model: str, adapter: str, port: int) -> Iterator[list[Way]]:
+    """`manylora serve` on `model`, and `adapter` (a PEFT folder) through the gateway and on the engine directly."""
     cli = [sys.executable, "-m", "manylora.cli.main", "--home", str(folder)]
     serve = [*cli, "serve", model, "--served-model-name", "base", "--port", str(port), "--", *VLLM_FLAGS]
     log = folder / "serve.log"
     with _child(serve, dict(os.environ), log):
         _wait_ready(f"http://127.0.0.1:{port}/readyz", log, SERVE_TIMEOUT_S)
-        push = [*cli, "adapter", "push", str(ADAPTER), "default/pirate", "--force"]
+        push = [*cli, "adapter", "push", adapter, "default/bench", "--force"]
         subprocess.run(push, check=True, stdout=subprocess.DEVNULL)
         settings = Settings.from_env({"MANYLORA_HOME": str(folder)})
         with contextlib.closing(Catalog.open(settings)) as catalog:
             key, _ = catalog.create_key("default", actor="bench")
-            name = catalog.resolve("default", Selector.parse("default/pirate")).ref.engine_name
+            name = catalog.resolve("default", Selector.parse("default/bench")).ref.engine_name
         yield [
-            Way("gateway", f"http://127.0.0.1:{port}", "default/pirate", {"authorization": f"Bearer {key}"}),
+            Way("gateway", f"http://127.0.0.1:{port}", "default/bench", {"authorization": f"Bearer {key}"}),
             Way("direct", "http://engine", name, {}, settings.run_dir / "engine.sock"),
         ]
 
@@ -249,6 +243,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--fake", action="store_true", help="start a waiting engine and a gateway for it")
     parser.add_argument("--serve", metavar="DIR", help="start `manylora serve` on this model folder")
+    parser.add_argument("--adapter", metavar="DIR", help="with --serve: the PEFT folder to ask")
     parser.add_argument("--port", type=int, default=18080, help="the gateway's port with --fake or --serve")
     parser.add_argument("--engine-socket", type=Path, help="Unix socket of a running engine")
     parser.add_argument("--engine-model", help="model name to use on the engine directly")
@@ -256,14 +251,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--key", help="API key for the gateway")
     parser.add_argument("--model", help="model name to use on the gateway")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=10, help="blocks of requests each way, after one to warm up")
-    parser.add_argument("--requests-per-block", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=600, help="requests each way, after some to warm up")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--fail-over-ms", type=float, help="exit with 1 if the median grows by more than this")
     parser.add_argument("--serve-fake-engine", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     running = (args.engine_socket, args.engine_model, args.gateway, args.key, args.model)
+    if args.serve and not args.adapter:
+        parser.error("--serve needs --adapter")
     if not args.fake and not args.serve and not args.serve_fake_engine and not all(running):
         parser.error("give --serve, --fake, or all of --engine-socket --engine-model --gateway --key --model")
     return args
@@ -279,7 +275,11 @@ def real_ways(args: argparse.Namespace) -> list[Way]:
 def _what(args: argparse.Namespace) -> str:
     if args.fake:
         return "an engine that waits"
-    return f"vLLM on the CPU, {Path(args.serve).name} with one adapter" if args.serve else str(args.model)
+    return (
+        f"vLLM on the CPU, {Path(args.serve).name}, adapter {Path(args.adapter).name}"
+        if args.serve
+        else str(args.model)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -287,14 +287,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.serve_fake_engine:
         serve_fake_engine(args.serve_fake_engine)
         return 0
-    plan = Plan(args.streams, args.blocks, args.requests_per_block, args.max_tokens)
+    plan = Plan(args.streams, args.requests, args.max_tokens)
     with contextlib.ExitStack() as stack:
         if args.fake:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-bench-")))
             ways = stack.enter_context(fake_ways(folder, args.port))
         elif args.serve:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-bench-")))
-            ways = stack.enter_context(served_ways(folder, args.serve, args.port))
+            ways = stack.enter_context(served_ways(folder, args.serve, args.adapter, args.port))
         else:
             ways = real_ways(args)
         seconds = asyncio.run(measure(ways, plan))

@@ -40,7 +40,7 @@ VLLM_FLAGS = (
     *("--max-model-len", "1024", "--max-num-seqs", "16", "--max-lora-rank", "16"),
     # Compiling the model takes longer than the whole demo, needs a C++ compiler, and gains nothing at this size.
     "--enforce-eager",
-    # On a CPU a step's time grows with its tokens: prompts are read in small bites, so that running streams keep their pace.
+    # A step's time on a CPU grows with its tokens: prompts are read in small bites, so that streams keep their pace.
     *("--long-prefill-token-threshold", "8"),
 )
 REFERENCE_LIMIT_S = 600.0
