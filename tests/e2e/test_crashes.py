@@ -27,7 +27,7 @@ ENGINE_KILLS = ROUNDS or 2
 GATEWAY_KILLS = ROUNDS or 5
 PUSH_KILLS = ROUNDS or 12
 GATEWAY_LIMIT_S = 45.0
-"""The wait before a restart doubles with every death in a row, up to 30 s."""
+"""The wait before a restart doubles with every death in a row, up to 10 s."""
 LONG_LIMIT_S = 300 + 90 * ENGINE_KILLS
 RECIPES = ("r4", "r8-fp16", "rslora", "patterns", "gen1", "gen2")
 

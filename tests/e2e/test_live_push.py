@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import itertools
 import json
 import shutil
-import socket
 import statistics
-import threading
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +17,7 @@ from typing import Self
 import httpx
 import openai
 import pytest
-from harness import processes, recipes
+from harness import processes, recipes, watch_stream
 from harness.asking import Question, ask_right, async_client, question, request_fields
 from harness.stack import TENANT, Stack, cli_argv
 from harness.zoo import BASE, Zoo
@@ -35,8 +33,9 @@ PACE_TOKENS = 60
 QUIET_SHARE = 0.1
 QUIET_TRIES = 10
 
-COMPANY = (BASE, "r4", "r32", "rslora")
-"""With the stream itself five rows a step, and a place left among the device's four for the newcomer."""
+COMPANY = (BASE, "r4", "r32", "rslora") * 3
+"""Thirteen rows a step with the stream itself: a busy engine, whose pace isn't only that of its Python. Three adapters
+leave a place among the device's four for the newcomer."""
 
 Push = Callable[[Stack, Zoo, str], Awaitable[None]]
 
@@ -127,7 +126,7 @@ async def _one_round(stack: Stack, zoo: Zoo, push: Push, recipe: str, asked: Que
 @contextlib.asynccontextmanager
 async def _company(client: openai.AsyncOpenAI, stack: Stack, zoo: Zoo) -> AsyncIterator[None]:
     """Others in the same batch, base and adapters: not streamed, so that this process has only one stream to follow."""
-    for name in COMPANY[1:]:
+    for name in {*COMPANY} - {BASE}:
         stack.publish(name)
     fields = [request_fields(question(name, zoo.group("short")[0])) for name in COMPANY]
     extra = {"ignore_eos": True}
@@ -143,41 +142,40 @@ async def _company(client: openai.AsyncOpenAI, stack: Stack, zoo: Zoo) -> AsyncI
 
 
 class TokenWatch:
-    """A long stream of the base model, read in a thread that does little else, so that gaps are the server's."""
+    """A long stream of the base model, read by a process that does nothing else, so that gaps are the server's."""
 
     def __init__(self, stack: Stack, zoo: Zoo) -> None:
         self.arrivals: list[float] = []
         fields = {**request_fields(question(BASE, zoo.group("short")[1], stream=True)), "max_tokens": STREAM_TOKENS}
-        self._body = json.dumps({**fields, "ignore_eos": True}).encode()
-        self._key = stack.key
-        self._connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=60)
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._order = {"port": stack.port, "key": stack.key, "body": {**fields, "ignore_eos": True}}
 
     async def __aenter__(self) -> Self:
-        self._reader.start()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, watch_stream.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(self._order).encode())
+        self._process.stdin.write_eof()
+        self._reading = asyncio.create_task(self._read())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._connection.sock is not None:
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
-        await asyncio.to_thread(self._reader.join)
-        self._connection.close()
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._reading
+        await self._process.wait()
 
     async def more(self, tokens: int) -> None:
         """Wait until `tokens` more have come."""
         target = len(self.arrivals) + tokens
         while len(self.arrivals) < target:
-            assert self._reader.is_alive(), f"the stream ended after {len(self.arrivals)} tokens"
+            assert not self._reading.done(), f"the stream ended after {len(self.arrivals)} tokens"
             await asyncio.sleep(0.02)
 
-    def _read(self) -> None:
-        headers = {"authorization": f"Bearer {self._key}", "content-type": "application/json"}
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            self._connection.request("POST", "/v1/completions", self._body, headers)
-            with self._connection.getresponse() as response:
-                while line := response.readline():
-                    if line.startswith(b"data: {"):
-                        self.arrivals.append(time.monotonic())
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            self.arrivals.append(float(line))
 
 
 def test_the_largest_adapter_is_worth_the_name(zoo: Zoo) -> None:

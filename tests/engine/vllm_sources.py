@@ -13,8 +13,6 @@ from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 
-from manylora.engine.seams import SEAMS
-
 CACHE = Path(__file__).parents[2] / ".cache" / "vllm-sources"
 PLATFORMS = ("manylinux_2_35_x86_64", "manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux1_x86_64")
 
@@ -53,12 +51,10 @@ def _download(version: str, into: Path) -> Path:
 
 
 def _fill(root: Path, wheel: Path) -> None:
-    """Extract the modules that we look at, and nothing else, under a name that appears when it is complete."""
+    """Extract the Python files, and nothing else, under a name that appears when it is complete."""
     partial = root.with_name(f".{root.name}.partial")
-    wanted = {seam.module.replace(".", "/") + ".py" for seam in SEAMS}
     with zipfile.ZipFile(wheel) as archive:
-        for name in wanted.intersection(archive.namelist()):
-            archive.extract(name, partial)
+        archive.extractall(partial, [name for name in archive.namelist() if name.endswith(".py")])
     partial.rename(root)
 
 

@@ -6,6 +6,9 @@ import logging
 
 log = logging.getLogger("manylora.engine")
 
+CPU_PAUSE_S = 50e-6
+"""Far below a step on a CPU, far above the cost of a look."""
+
 
 def register() -> None:
     """Check that this vLLM fits, then put our worker manager and CPU path in place. vLLM may call this more than once.
@@ -23,4 +26,5 @@ def register() -> None:
     from manylora.engine.cpu_path import GroupedCPUWrapper
 
     vllm_internals.install(AdapterManager, GroupedCPUWrapper)
+    vllm_internals.wait_without_spinning(CPU_PAUSE_S)
     log.info("manylora is in place in vLLM %s", vllm_internals.vllm_version())

@@ -115,6 +115,13 @@ SEAMS = (
         "the adapters that the API server accepts as model names",
     ),
     Seam(
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "sched_yield",
+        (),
+        (),
+        "how a process waits for another",
+    ),
+    Seam(
         "vllm.v1.engine.async_llm",
         "AsyncLLM.collective_rpc",
         ("method", "timeout", "args", "kwargs"),

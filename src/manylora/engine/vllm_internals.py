@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,19 @@ def install(worker_manager: type[LRUCacheWorkerLoRAManager], cpu_wrapper: type[P
 
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = worker_manager
     punica_cpu.PunicaWrapperCPU = cpu_wrapper
+
+
+def wait_without_spinning(pause_s: float) -> None:
+    """On the CPU, let vLLM's processes sleep for `pause_s` between two looks at their shared memory.
+
+    By default they yield and look again for a second after each message. Where engine, API server and gateway share a
+    few cores, that takes a core from those who have work: streams stall for longer than a whole step.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        shm_broadcast.sched_yield = lambda: time.sleep(pause_s)
 
 
 # ---- in the API server ----------------------------------------------------------------------------------------------

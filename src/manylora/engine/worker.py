@@ -6,7 +6,9 @@ its result waits here until the API server asks for it between two steps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,8 +34,16 @@ class _Load:
 class _Loader:
     """The loader thread of a worker and what it is reading, by adapter id."""
 
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "manylora-load"))
+    thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "manylora-load", initializer=_use_every_core)
+    )
     loads: dict[int, _Load] = field(default_factory=dict)
+
+
+def _use_every_core() -> None:
+    """Free the calling thread from the core that vLLM's CPU worker pins its process to: the steps run there."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
 
 class AdapterWorker:

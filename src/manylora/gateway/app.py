@@ -60,11 +60,13 @@ def create_app(
             app.router.routes[:] = routes
             yield
 
-    return Starlette(
+    app = Starlette(
         lifespan=lifespan,
         middleware=[Middleware(ExchangeLog, metrics=metrics)],
         exception_handlers={ManyloraError: _on_error, HTTPException: _on_routing},
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 @contextlib.asynccontextmanager

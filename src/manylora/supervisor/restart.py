@@ -11,8 +11,8 @@ class RestartPolicy:
 
     first_delay_s: float = 0.5
     factor: float = 2.0
-    max_delay_s: float = 30.0
-    reset_after_s: float = 30.0
+    max_delay_s: float = 10.0
+    reset_after_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
