@@ -47,7 +47,10 @@ format: setup  ## rewrite the code in the house format
 	$(BIN)/ruff format .
 
 bench-gateway: setup  ## what the gateway adds to the time to first token, against the engine itself
-	$(BIN)/python -m bench.gateway_latency
+	$(BIN)/python bench/gateway_latency.py --serve
+
+bench-live-push: setup  ## a push beside a running stream: time to first token, and the stream's largest gap
+	$(BIN)/python bench/live_push.py
 
 lock:  ## resolve requirements/dev.txt anew (needs uv)
 	uv pip compile --universal --python-version 3.11 --override requirements/overrides.txt requirements/dev.in \

@@ -3,7 +3,7 @@
 Eight closed-loop clients stream completions, each request by lot through the gateway or directly, so that whatever the
 machine does falls on both. The result is JSON: median and 99th percentile of each way, and their differences.
 
-    python bench/gateway_latency.py --serve DIR --adapter DIR   # `manylora serve` on a model folder, with an adapter
+    python bench/gateway_latency.py --serve      # `manylora serve` on the tests' tiny model, with one adapter
     python bench/gateway_latency.py --fake       # an engine that only waits, and a gateway, both started here
     python bench/gateway_latency.py --engine-socket S --engine-model M --gateway URL --key sk-… --model N
 
@@ -242,8 +242,10 @@ def served_ways(folder: Path, model: str, adapter: str, port: int) -> Iterator[l
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--fake", action="store_true", help="start a waiting engine and a gateway for it")
-    parser.add_argument("--serve", metavar="DIR", help="start `manylora serve` on this model folder")
-    parser.add_argument("--adapter", metavar="DIR", help="with --serve: the PEFT folder to ask")
+    parser.add_argument(
+        "--serve", metavar="DIR", nargs="?", const="", help="start `manylora serve` on this model folder"
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="with --serve DIR: the PEFT folder to ask")
     parser.add_argument("--port", type=int, default=18080, help="the gateway's port with --fake or --serve")
     parser.add_argument("--engine-socket", type=Path, help="Unix socket of a running engine")
     parser.add_argument("--engine-model", help="model name to use on the engine directly")
@@ -259,8 +261,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     running = (args.engine_socket, args.engine_model, args.gateway, args.key, args.model)
     if args.serve and not args.adapter:
-        parser.error("--serve needs --adapter")
-    if not args.fake and not args.serve and not args.serve_fake_engine and not all(running):
+        parser.error("--serve DIR needs --adapter")
+    if not args.fake and args.serve is None and not args.serve_fake_engine and not all(running):
         parser.error("give --serve, --fake, or all of --engine-socket --engine-model --gateway --key --model")
     return args
 
@@ -270,6 +272,17 @@ def real_ways(args: argparse.Namespace) -> list[Way]:
         Way("gateway", args.gateway.rstrip("/"), args.model, {"authorization": f"Bearer {args.key}"}),
         Way("direct", "http://engine", args.engine_model, {}, args.engine_socket),
     ]
+
+
+def _model(args: argparse.Namespace) -> tuple[str, str]:
+    """The model folder and the adapter of --serve; by default the tests' tiny ones, whose steps are short."""
+    if args.serve:
+        return args.serve, args.adapter
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
+    from harness.zoo import open_zoo
+
+    zoo = open_zoo(Path(__file__).parents[1] / ".cache" / "model-zoo")
+    return str(zoo.base_path), str(zoo.adapter("r16-bf16"))
 
 
 def _what(args: argparse.Namespace) -> str:
@@ -292,9 +305,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.fake:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-bench-")))
             ways = stack.enter_context(fake_ways(folder, args.port))
-        elif args.serve:
+        elif args.serve is not None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-bench-")))
-            ways = stack.enter_context(served_ways(folder, args.serve, args.adapter, args.port))
+            ways = stack.enter_context(served_ways(folder, *_model(args), args.port))
         else:
             ways = real_ways(args)
         seconds = asyncio.run(measure(ways, plan))

@@ -25,7 +25,10 @@ from harness.zoo import BASE, Zoo
 LARGEST_BYTES = 2 * 1024 * 1024
 ROUNDS = ("wide", "fleet090", "fleet091", "fleet092", "fleet093")
 PUSH_LIMIT_S = 2.0
-GAP_LIMIT = 2.0
+STALL_LIMIT_MS = 150.0
+"""Far below what one load inside a step takes, far above the jitter of two processors that also run the clients. That the
+largest gap is at most twice the median is shown on the demo's real model, whose steps are longer than this jitter:
+bench/live_push.py."""
 STREAM_TOKENS = 1800
 PACE_TOKENS = 60
 """Tokens of the running stream before the push, so that its pace is known, and after it."""
@@ -94,7 +97,7 @@ async def test_push_beside_a_stream(
     if busy > QUIET_SHARE:
         pytest.skip(f"other programs use {busy:.0%} of the processors: the figures say nothing about manylora")
     assert statistics.median(each.push_to_first_token_s for each in rounds) <= PUSH_LIMIT_S
-    assert statistics.median(each.gap_ratio for each in rounds) <= GAP_LIMIT
+    assert statistics.median(each.largest_gap_ms for each in rounds) <= STALL_LIMIT_MS
 
 
 def _quietest_share() -> float:
