@@ -1,10 +1,10 @@
 """A push while a stream runs, on the demo's real model: how soon the adapter answers, and what the stream feels of it.
 
-    python bench/live_push.py [--rounds 8] [--home DIR]
+    python bench/live_push.py [--rounds 8] [--models DIR]
 
-Each round starts a stream of the base model through the gateway, pushes one of the demo's adapters under a new name with
-`manylora adapter push` (a process of its own, on the same machine) or in this process, asks it at once, and compares the
-stream's largest gap from the push on with its median. The result is JSON in bench/results/live-push.json.
+Each round starts a stream of the base model through the gateway, pushes one of the demo's adapters under a new name
+with `manylora adapter push` (a process of its own, on the same machine) or in this process, asks it at once, and
+compares the stream's largest gap from the push on with its median. The result is JSON in bench/results/live-push.json.
 """
 
 # The commands are this file's own.

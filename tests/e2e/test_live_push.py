@@ -26,8 +26,8 @@ LARGEST_BYTES = 2 * 1024 * 1024
 ROUNDS = ("wide", "fleet090", "fleet091", "fleet092", "fleet093")
 PUSH_LIMIT_S = 2.0
 STALL_LIMIT_MS = 150.0
-"""Far below what one load inside a step takes, far above the jitter of two processors that also run the clients. That the
-largest gap is at most twice the median is shown on the demo's real model, whose steps are longer than this jitter:
+"""Far below what one load inside a step takes, far above the jitter of two processors that also run the clients. That
+the largest gap is at most twice the median is shown on the demo's real model, whose steps are longer than this jitter:
 bench/live_push.py."""
 STREAM_TOKENS = 1800
 PACE_TOKENS = 60
