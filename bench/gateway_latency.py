@@ -281,7 +281,9 @@ def _model(args: argparse.Namespace) -> tuple[str, str]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
     from harness.zoo import open_zoo
 
-    zoo = open_zoo(Path(__file__).parents[1] / ".cache" / "model-zoo")
+    cache = Path(__file__).parents[1] / ".cache" / "model-zoo"
+    cache.mkdir(parents=True, exist_ok=True)
+    zoo = open_zoo(cache)
     return str(zoo.base_path), str(zoo.adapter("r16-bf16"))
 
 
