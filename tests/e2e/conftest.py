@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.name != "test_zoo.py":
             item.add_marker(pytest.mark.engine)
         # A test may be the one that builds the zoo and starts the engine.
-        item.add_marker(pytest.mark.timeout(600))
+        item.add_marker(pytest.mark.timeout(900))
     ours.sort(key=lambda item: LAST.index(item.path.name) if item.path.name in LAST else -1)
     places = iter(ours)
     items[:] = [next(places) if HERE in item.path.parents else item for item in items]
