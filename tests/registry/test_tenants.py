@@ -99,6 +99,11 @@ def test_a_removed_tenant_leaves_nothing_open(catalog: Catalog, make, support: A
     catalog.publish(make(), support, base_model="tiny-base", actor="me")
     key, _ = catalog.create_key("acme", actor="me")
     catalog.grant("globex", "acme", "*", actor="me")
+    with pytest.raises(Conflict, match="still owns 1 adapters, among them 'acme/"):
+        catalog.remove_tenant("acme", actor="me")
+    assert catalog.authenticate(key) is not None
+    assert catalog.resolve("globex", Selector(support))
+    catalog.remove(support, actor="me")
     catalog.remove_tenant("acme", actor="me")
     assert catalog.authenticate(key) is None
     assert catalog.grants() == []

@@ -144,7 +144,8 @@ def _prepare(catalog: Catalog, base: ServedBase) -> None:
     """Everything that a first start needs in the registry."""
     base.register(catalog)
     ensure_default_tenant(catalog)
-    if not catalog.keys():
+    known = catalog.keys()
+    if not any(key.is_admin and key.revoked_at is None for key in known):
         key, info = catalog.create_key(DEFAULT_TENANT, label="first start", is_admin=True, actor=actor())
         say(f"admin key: {key}")
         note(f"key {info.key_id} of tenant {DEFAULT_TENANT}; keep it, it is not shown again")

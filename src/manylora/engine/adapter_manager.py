@@ -45,6 +45,7 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
         lora = vllm_seam.read_adapter(self, request)
         _apply_patterns(lora, config)
         unknown = self._check_fit(lora)
+        _check_size(lora)
         vllm_seam.fuse(self, lora)
         return lora, unknown
 
@@ -156,6 +157,26 @@ def _check_rank(name: str, weights: Any, max_lora_rank: int) -> None:
         raise InvalidAdapter(
             f"{name} has rank {rank}, this engine takes up to {max_lora_rank}", "start it with a larger --max-lora-rank"
         )
+
+
+MAX_DELTA = 1e4
+"""Bound on any entry of a module's ``scale · B · A``. Trained ones stay below 1; from about 1e19 on activations
+overflow."""
+
+
+def _check_size(lora: vllm_seam.LoRAModel) -> None:
+    """Refuse weights whose product could overflow.
+
+    The NaN that follows would not stay with the adapter: it is written to KV cache blocks, and attention multiplies
+    what a block held before by zero, which is NaN again, for whichever request gets the block next.
+    """
+    for name, weights in lora.loras.items():
+        if isinstance(weights.lora_a, list):
+            continue
+        largest_a, largest_b = float(weights.lora_a.abs().amax()), float(weights.lora_b.abs().amax())
+        bound = abs(weights.scaling) * weights.lora_a.shape[0] * largest_a * largest_b
+        if not bound <= MAX_DELTA:
+            raise InvalidAdapter(f"{name}: its weights change the layer by up to {bound:.1e}, which overflows")
 
 
 def _apply_patterns(lora: vllm_seam.LoRAModel, config: dict[str, Any]) -> None:

@@ -253,11 +253,18 @@ class Catalog:
             return tenants.every(connection)
 
     def remove_tenant(self, name: str, *, actor: str) -> None:
-        """Close a tenant: its adapters are retired, its keys revoked, its grants ended."""
+        """Close a tenant that owns no adapters any more: its keys are revoked, its grants ended.
+
+        Raises `Conflict` while it owns some: they may be serving.
+        """
         with self._database.write() as connection:
+            owned = adapters.of_tenant(connection, name)
+            if owned:
+                raise Conflict(
+                    f"the tenant '{name}' still owns {len(owned)} adapters, among them '{owned[0]}'",
+                    "remove them first: manylora adapter remove NAME",
+                )
             tenants.remove(connection, name, actor)
-            for adapter in adapters.of_tenant(connection, name):
-                adapters.remove(connection, adapter, actor)
 
     def create_key(self, tenant: str, *, label: str = "", is_admin: bool = False, actor: str) -> tuple[str, KeyInfo]:
         """A new API key, which is returned here and never again, and what is kept of it."""

@@ -1,9 +1,10 @@
-"""Are all numbers of an adapter finite? One NaN turns every answer of the adapter into noise, so it is refused at the
-door.
+"""Are all numbers of an adapter finite and of a sane size? One NaN turns every answer of the adapter into noise, and so
+does a product that overflows; worse, such noise can stay behind in memory that other requests use next.
 
-A float is NaN or infinite exactly when all bits of its exponent are set. Masking the exponents and adding one to
-each carries into the sign's place for just those, and Python's long integers do that for a whole chunk at once:
-about as fast as SHA-256, in bounded memory, with neither numpy nor torch.
+A float is NaN, infinite or at least `MAX_MAGNITUDE` exactly when its exponent reaches a certain value. Masking the
+exponents and adding what is missing to the next power of two carries into the sign's place for just those, and Python's
+long integers do that for a whole chunk at once: about as fast as SHA-256, in bounded memory, with neither numpy nor
+torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from manylora.registry.safetensors_header import Header, TensorInfo
 from manylora.registry.untrusted_files import open_plain
 
 CHUNK_BYTES = 1 << 16
+MAX_MAGNITUDE = 4096
+"""Trained factors stay below 10; the engine bounds their products."""
+_MAX_EXPONENT = MAX_MAGNITUDE.bit_length() - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +33,27 @@ class _Format:
     exponent: int
     step: int
     sign: int
+    bias: int
+
+    @property
+    def first_refused(self) -> int:
+        """The smallest exponent, in place, of a number that is refused."""
+        return (self.bias + _MAX_EXPONENT) * self.step
 
 
 _FORMATS = {
-    "F32": _Format(4, 0x7F80_0000, 0x0080_0000, 0x8000_0000),
-    "F16": _Format(2, 0x7C00, 0x0400, 0x8000),
-    "BF16": _Format(2, 0x7F80, 0x0080, 0x8000),
+    "F32": _Format(4, 0x7F80_0000, 0x0080_0000, 0x8000_0000, 127),
+    "F16": _Format(2, 0x7C00, 0x0400, 0x8000, 15),
+    "BF16": _Format(2, 0x7F80, 0x0080, 0x8000, 127),
 }
 
 
 def check_finite(path: Path, header: Header) -> None:
-    """Scan every tensor of the file; `InvalidAdapter` names the first NaN or infinity."""
+    """Scan every tensor of the file; `InvalidAdapter` names the first NaN, infinity or absurdly large number."""
     with open_plain(path) as file:
         for tensor in header.tensors:
             for position, chunk in _chunks(file, header.data_offset + tensor.begin, tensor.size_bytes):
-                if _any_not_finite(chunk, tensor.dtype):
+                if _any_refused(chunk, tensor.dtype):
                     raise _refusal(path.name, tensor, position, chunk)
 
 
@@ -57,9 +67,9 @@ def _chunks(file: BinaryIO, offset: int, size_bytes: int) -> Iterator[tuple[int,
         yield position, chunk
 
 
-def _any_not_finite(chunk: bytes, dtype: str) -> bool:
-    exponents, steps, signs = _masks(dtype)
-    return bool(((int.from_bytes(chunk, "little") & exponents) + steps) & signs)
+def _any_refused(chunk: bytes, dtype: str) -> bool:
+    exponents, missing, signs = _masks(dtype)
+    return bool(((int.from_bytes(chunk, "little") & exponents) + missing) & signs)
 
 
 @cache
@@ -70,14 +80,17 @@ def _masks(dtype: str) -> tuple[int, int, int]:
     def repeated(unit: int) -> int:
         return int.from_bytes(unit.to_bytes(bits.width, "little") * (CHUNK_BYTES // bits.width), "little")
 
-    return repeated(bits.exponent), repeated(bits.step), repeated(bits.sign)
+    return repeated(bits.exponent), repeated(bits.sign - bits.first_refused), repeated(bits.sign)
 
 
 def _refusal(where: str, tensor: TensorInfo, position: int, chunk: bytes) -> InvalidAdapter:
     bits = _FORMATS[tensor.dtype]
     words = (int.from_bytes(chunk[at : at + bits.width], "little") for at in range(0, len(chunk), bits.width))
-    index, word = next((i, w) for i, w in enumerate(words) if w & bits.exponent == bits.exponent)
-    kind = "a NaN" if word & (bits.step - 1) else "an infinity"
+    index, word = next((i, w) for i, w in enumerate(words) if w & bits.exponent >= bits.first_refused)
+    if word & bits.exponent != bits.exponent:
+        kind = f"a number beyond ±{MAX_MAGNITUDE}"
+    else:
+        kind = "a NaN" if word & (bits.step - 1) else "an infinity"
     return InvalidAdapter(
         f"{where}: tensor '{tensor.name}' holds {kind} at element {position // bits.width + index}",
         "the training diverged or overflowed its type; train again, or save in bfloat16 or float32",
