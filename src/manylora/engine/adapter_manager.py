@@ -3,7 +3,7 @@ one.
 
     prepare    (loader thread)  disk → host tensors: digest, ranks, shapes and names checked; fused; nothing shared
     touched register   (step thread)    the prepared adapter becomes known to vLLM: a dictionary entry
-    activate   (step thread)    host → device slot, when a step first needs it
+    activate   (step thread)    host → device slot: at once where one is free, else when a step first needs it
     forget     (step thread)    both copies dropped
 
 vLLM's own manager reads from disk and activates in whichever order a step's set iterates; that remains only as the last
@@ -66,11 +66,16 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
         return tuple(name for name in lora.loras if name not in limits)
 
     def register(self, lora: vllm_seam.LoRAModel) -> None:
-        """Make a prepared adapter known; nothing is copied to the device yet."""
+        """Make a prepared adapter known, and bring it to the device at once where a slot is free.
+
+        Between two steps that delays nobody by more than the copy, and the adapter's first step is spared it.
+        """
         vllm_seam.register(self, lora)
+        if len(vllm_seam.active_ids(self)) < vllm_seam.device_slots(self):
+            self._activate(lora.id)
 
     def add_adapter(self, lora_request: vllm_seam.LoRARequest) -> bool:
-        """vLLM's entry: load and register if unknown. Never activates, so that no running batch loses a slot."""
+        """vLLM's entry: load and register if unknown. Evicts nothing, so that no running batch loses a slot."""
         if lora_request.lora_int_id in vllm_seam.registered_ids(self):
             return True
         lora, unknown = self.prepare(lora_request)
@@ -89,14 +94,14 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
         for lora_id in needed.keys() & active:
             vllm_seam.touch_active(self, lora_id)
         for lora_id in needed.keys() - active:
-            self._activate(needed[lora_id])
+            if lora_id not in vllm_seam.registered_ids(self):
+                self.in_step_loads += 1
+                self.add_adapter(needed[lora_id])
+            self._activate(lora_id)
 
-    def _activate(self, request: vllm_seam.LoRARequest) -> None:
-        if request.lora_int_id not in vllm_seam.registered_ids(self):
-            self.in_step_loads += 1
-            self.add_adapter(request)
+    def _activate(self, lora_id: int) -> None:
         before = set(vllm_seam.active_ids(self))
-        vllm_seam.activate(self, request.lora_int_id)
+        vllm_seam.activate(self, lora_id)
         self.device_evictions += len(before - set(vllm_seam.active_ids(self)))
         vllm_seam.forget_batch_mapping(self)
         self._announce_ranks()
