@@ -12,7 +12,7 @@ from harness.stack import Stack, StackHolder
 from harness.zoo import Zoo, open_zoo
 
 HERE = Path(__file__).parent
-LAST = ("test_bad_adapter.py", "test_crashes.py", "test_shutdown.py")
+LAST = ("test_bad_adapter.py", "test_overflow.py", "test_crashes.py", "test_shutdown.py")
 """Files that damage, kill and stop run after those that need the stack's processes to stay the same."""
 
 

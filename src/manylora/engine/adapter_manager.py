@@ -170,10 +170,9 @@ overflow."""
 
 
 def _check_size(lora: vllm_seam.LoRAModel) -> None:
-    """Refuse weights whose product could overflow.
+    """Refuse weights whose product could overflow: such an adapter can answer nothing.
 
-    The NaN that follows would not stay with the adapter: it is written to KV cache blocks, and attention multiplies
-    what a block held before by zero, which is NaN again, for whichever request gets the block next.
+    Whatever overflows all the same harms its own answers only; see `vllm_internals.zero_new_kv_blocks`.
     """
     for name, weights in lora.loras.items():
         if isinstance(weights.lora_a, list):

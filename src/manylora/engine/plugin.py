@@ -11,7 +11,7 @@ CPU_PAUSE_S = 50e-6
 
 
 def register() -> None:
-    """Check that this vLLM fits, then put our worker manager and CPU path in place. vLLM may call this more than once.
+    """Check that this vLLM fits, then put what is ours in place. vLLM may call this more than once.
 
     Raises `Unavailable` with one line when the vLLM is untested or has changed: serving with half of the plugin in
     place could answer with the wrong weights.
@@ -27,4 +27,5 @@ def register() -> None:
 
     vllm_internals.install(AdapterManager, GroupedCPUWrapper)
     vllm_internals.wait_without_spinning(CPU_PAUSE_S)
+    vllm_internals.zero_new_kv_blocks()
     log.info("manylora is in place in vLLM %s", vllm_internals.vllm_version())

@@ -122,6 +122,15 @@ SEAMS = (
         "how a process waits for another",
     ),
     Seam(
+        "vllm.v1.kv_cache_interface",
+        "KVCacheConfig",
+        (),
+        ("needs_kv_cache_zeroing",),
+        "whether a KV cache block is zeroed for its next request",
+    ),
+    Seam("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._zero_block_ids", ("block_ids",), (), "zeroes them"),
+    Seam("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._zero_block_ids", ("block_ids",), (), "same"),
+    Seam(
         "vllm.v1.engine.async_llm",
         "AsyncLLM.collective_rpc",
         ("method", "timeout", "args", "kwargs"),

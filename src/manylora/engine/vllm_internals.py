@@ -80,6 +80,18 @@ def wait_without_spinning(pause_s: float) -> None:
         shm_broadcast.sched_yield = lambda: time.sleep(pause_s)
 
 
+def zero_new_kv_blocks() -> None:
+    """Have every KV cache block zeroed when a request gets it.
+
+    vLLM itself does so for models whose state is read before it is written. Otherwise a block keeps what its last
+    request left, and attention multiplies what lies behind the end of a sequence by zero rather than skip it. That is
+    harmless unless it is NaN or Inf: then one tenant's overflow spoils the answers of all who get its blocks.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
+
+
 # ---- in the API server ----------------------------------------------------------------------------------------------
 
 

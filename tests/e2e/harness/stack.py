@@ -55,6 +55,8 @@ class Stack:
     settings: Settings
     catalog: Catalog
     keys: dict[str, str]
+    vllm_args: tuple[str, ...] = ()
+    """Flags for vLLM after the usual ones, so that these win."""
     server: subprocess.Popen[bytes] | None = None
     starts: list[float] = field(default_factory=list)
 
@@ -75,7 +77,7 @@ class Stack:
         serve = ["serve", str(self.zoo.base_path), "--port", str(self.port), "--served-model-name", recipes.BASE_NAME]
         with (self.home / "serve.log").open("ab") as log:
             self.server = subprocess.Popen(
-                [*cli_argv(), *serve, "--", *VLLM_ARGS],
+                [*cli_argv(), *serve, "--", *VLLM_ARGS, *self.vllm_args],
                 env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         if wait:
@@ -218,7 +220,7 @@ class StackHolder:
             self._stack.end()
 
 
-def create_stack(zoo: Zoo) -> Stack:
+def create_stack(zoo: Zoo, *vllm_args: str) -> Stack:
     """A fresh home with the tenants and keys of the tests; nothing runs yet."""
     # A Unix socket's path has at most 107 bytes, so the home is not under pytest's long temporary folders.
     home = Path(tempfile.mkdtemp(prefix="ml-"))
@@ -233,7 +235,7 @@ def create_stack(zoo: Zoo) -> Stack:
     keys = {tenant: _tenant(catalog, tenant) for tenant in (TENANT, RIVAL)}
     keys["admin"] = catalog.create_key(TENANT, label="admin", is_admin=True, actor=ACTOR)[0]
     port = _free_port()
-    return Stack(zoo, home, port, _child_env(own), Settings.from_env(own), catalog, keys)
+    return Stack(zoo, home, port, _child_env(own), Settings.from_env(own), catalog, keys, vllm_args)
 
 
 def cli_argv() -> list[str]:
