@@ -59,6 +59,18 @@ def test_help_imports_nothing_heavy(home: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
+def test_a_push_imports_nothing_heavy(seeded: Cli, peft: Callable[..., Path], home: Path) -> None:
+    """It runs beside an engine that needs the processor."""
+    script = (
+        "import sys\nfrom manylora.cli.main import app\n"
+        "try:\n    app(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "heavy = {'asyncio', 'rich', 'sqlalchemy', 'alembic', 'pydantic', 'aiohttp', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    command = [sys.executable, "-c", script, "adapter", "push", str(peft()), "acme/x", "--meta", "run=1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60, env={**os.environ, "MANYLORA_HOME": str(home)})
+
+
 @pytest.mark.parametrize(
     "args", [("adapter", "psh"), ("nope",), ("adapter", "push"), ("audit", "--limit", "x"), ("adapter", "list", "-z")]
 )

@@ -11,11 +11,13 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import event, text
+from sqlalchemy import create_engine
 
 from manylora.errors import InvalidSettings, Unavailable
 from manylora.registry import migrations
+from manylora.registry.connection import as_utc, utc_now
 from manylora.registry.database import Database
+from manylora.registry.sqlite_database import SqliteDatabase
 from manylora.registry.tables import metadata
 
 
@@ -28,13 +30,14 @@ def database(tmp_path: Path) -> Database:
     return Database.open(url_of(tmp_path))
 
 
-def test_the_migrations_lead_to_the_tables(database: Database) -> None:
-    with database.read() as connection:
+def test_the_migrations_lead_to_the_tables(tmp_path: Path, database: Database) -> None:
+    database.close()
+    with create_engine(url_of(tmp_path)).connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
         indexes = connection.dialect.get_indexes(connection, "versions")
         assert [index["name"] for index in indexes] == ["ix_versions_digest"]
-    database.close()
+        connection.engine.dispose()
 
 
 def test_the_list_of_revisions_is_alembics() -> None:
@@ -48,11 +51,11 @@ def test_the_list_of_revisions_is_alembics() -> None:
 
 def test_sqlite_is_opened_for_several_processes(database: Database) -> None:
     with database.read() as connection:
-        answers = [
-            connection.execute(text(f"PRAGMA {name}")).scalar()
+        rows = [
+            str(connection.row(f"PRAGMA {name}"))
             for name in ("journal_mode", "foreign_keys", "synchronous", "busy_timeout")
         ]
-    assert answers == ["wal", 1, 2, 30_000]
+    assert rows == ["{'journal_mode': 'wal'}", "{'foreign_keys': 1}", "{'synchronous': 2}", "{'timeout': 30000}"]
     database.close()
 
 
@@ -83,6 +86,60 @@ def test_processes_that_open_a_fresh_home_at_once_all_succeed(tmp_path: Path) ->
     database = Database.open(url_of(tmp_path))
     assert database.change_seq() == 5
     database.close()
+
+
+def test_a_sqlite_url_with_options_reads_and_writes_the_same(tmp_path: Path, database: Database) -> None:
+    """Such a URL goes through SQLAlchemy; the file, its times among them, is the same to both."""
+    now = utc_now().replace(microsecond=0)
+    other = Database.open(url_of(tmp_path) + "?timeout=30")
+    statement = "INSERT INTO tenants (name, created_at) VALUES (:name, :now)"
+    with database.write() as connection:
+        assert connection.change(statement, name="plain", now=now) == 1
+    with other.write() as connection:
+        assert connection.change(statement, name="options", now=now) == 1
+    for opened in (database, other):
+        with opened.read() as connection:
+            rows = connection.rows("SELECT name, created_at FROM tenants ORDER BY name")
+            assert [(row.name, as_utc(row.created_at)) for row in rows] == [
+                ("options", as_utc(now)),
+                ("plain", as_utc(now)),
+            ]
+            assert connection.row("SELECT name FROM tenants WHERE name = :name", name="absent") is None
+        assert opened.change_seq() == 2
+        opened.close()
+
+
+def test_a_transaction_that_fails_leaves_nothing_behind(database: Database) -> None:
+    for _ in range(20):
+        with pytest.raises(ZeroDivisionError), database.write() as connection:
+            connection.change("INSERT INTO tenants (name, created_at) VALUES ('x', :now)", now=utc_now())
+            raise ZeroDivisionError
+    with database.read() as connection:
+        assert connection.rows("SELECT * FROM tenants") == []
+    with pytest.raises(Unavailable, match="failed"), database.write() as connection:
+        connection.change("INSERT INTO grants VALUES ('nobody', 'nobody', '*')")  # foreign keys hold
+    with database.write():
+        pass
+    assert database.change_seq() == 1
+    database.close()
+
+
+def test_connections_that_are_not_in_use_are_few_and_closed_in_the_end(tmp_path: Path, database: Database) -> None:
+    def ask() -> None:
+        for _ in range(20):
+            with database.read() as connection:
+                connection.row("SELECT seq FROM change_counter")
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    backend = database._backend
+    assert isinstance(backend, SqliteDatabase)
+    assert 1 <= len(backend._idle) <= 5
+    database.close()
+    assert not (tmp_path / "home" / "registry.db-wal").exists()
 
 
 def test_the_change_counter(tmp_path: Path, database: Database) -> None:
@@ -136,7 +193,8 @@ def test_writers_wait_for_each_other_and_readers_do_not(database: Database) -> N
         thread.start()
         time.sleep(0.1)
         with database.read() as connection:
-            assert connection.execute(text("SELECT seq FROM change_counter")).scalar() == 0
+            row = connection.row("SELECT seq FROM change_counter")
+            assert row is not None and row.seq == 0
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
@@ -146,7 +204,7 @@ def test_writers_wait_for_each_other_and_readers_do_not(database: Database) -> N
 
 def test_a_database_from_a_newer_manylora_is_left_alone(tmp_path: Path, database: Database) -> None:
     with database.write() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.change("UPDATE alembic_version SET version_num = '9999'")
     database.close()
     with pytest.raises(Unavailable, match="written by a newer manylora") as caught:
         Database.open(url_of(tmp_path))
@@ -184,14 +242,10 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, database: Database) -> None:
-    @event.listens_for(database._engine, "connect", insert=False)
-    def limit(connection: object, _record: object) -> None:
-        connection.execute("PRAGMA max_page_count = 1")  # type: ignore[attr-defined]
-
-    database._engine.dispose()
     with pytest.raises(Unavailable, match="full") as caught, database.write() as connection:
-        connection.execute(text("CREATE TABLE big (x)"))
-        connection.execute(text("INSERT INTO big VALUES (zeroblob(1000000))"))
+        connection.rows("PRAGMA max_page_count = 1")
+        connection.change("CREATE TABLE big (x)")
+        connection.change("INSERT INTO big VALUES (zeroblob(1000000))")
     assert "free some space" in caught.value.hint
     assert "\n" not in str(caught.value)
     assert database.change_seq() == 0

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from manylora.cli.exit_codes import ExitCode, exit_code
 from manylora.cli.output import complain, note
+from manylora.cli.plain_parameters import take_plainly
 from manylora.cli.session import Session
 from manylora.errors import ManyloraError
 
@@ -26,6 +27,7 @@ class ReportingGroup(TyperGroup):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run, and exit the process with a documented code."""
         session = Session()
+        take_plainly(self)
         kwargs["standalone_mode"] = False
         kwargs["prog_name"] = "manylora"  # also under `python -m`
         try:

@@ -7,20 +7,18 @@ from collections import defaultdict
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Connection, Row, bindparam, insert, select, update
-
 from manylora.adapter import CANARY, LIVE, AdapterName, VersionRef
 from manylora.errors import Conflict, NotFound
 from manylora.registry import aliases, journal
-from manylora.registry.database import as_utc, utc_now
+from manylora.registry.connection import Connection, Row, as_utc, utc_now
 from manylora.registry.records import AdapterInfo, Version, VersionState
-from manylora.registry.tables import adapters, versions
-from manylora.registry.tables import aliases as alias_rows
 
-# Asked for every request that a gateway has not cached, so they are put together once.
-_BY_NAME = select(adapters).where(adapters.c.tenant == bindparam("tenant"), adapters.c.name == bindparam("name"))
-_VERSIONS = select(versions, adapters.c.tenant, adapters.c.name.label("adapter_name")).join(adapters)
-_BY_NUMBER = _VERSIONS.where(versions.c.adapter_id == bindparam("adapter_id"), versions.c.number == bindparam("number"))
+_BY_NAME = "SELECT * FROM adapters WHERE tenant = :tenant AND name = :name"
+_VERSIONS = "SELECT v.*, a.tenant, a.name AS adapter_name FROM versions v JOIN adapters a ON a.id = v.adapter_id "
+_EVERY_ALIAS = "SELECT p.* FROM aliases p JOIN adapters a ON a.id = p.adapter_id"
+_EVERY_BASE = "SELECT v.adapter_id, v.number, v.base_model FROM versions v JOIN adapters a ON a.id = v.adapter_id"
+_READY, _RETIRED = VersionState.READY.value, VersionState.RETIRED.value
+_IN_ORDER = " ORDER BY a.tenant, a.name, v.number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Adapter:
 
 def find(connection: Connection, name: AdapterName) -> Adapter | None:
     """The adapter, or None where it is absent or was removed."""
-    row = connection.execute(_BY_NAME, {"tenant": name.tenant, "name": name.name}).one_or_none()
+    row = connection.row(_BY_NAME, tenant=name.tenant, name=name.name)
     return None if row is None or row.removed_at is not None else _adapter(row)
 
 
@@ -53,15 +51,17 @@ def require(connection: Connection, name: AdapterName) -> Adapter:
 
 def ensure(connection: Connection, name: AdapterName) -> Adapter:
     """The adapter, made if need be. One that was removed comes back and goes on with its numbers."""
-    row = connection.execute(_BY_NAME, {"tenant": name.tenant, "name": name.name}).one_or_none()
+    row = connection.row(_BY_NAME, tenant=name.tenant, name=name.name)
     if row is None:
-        connection.execute(
-            insert(adapters).values(
-                tenant=name.tenant, name=name.name, next_number=1, canary_weight=0.0, created_at=utc_now()
-            )
+        connection.change(
+            "INSERT INTO adapters (tenant, name, next_number, canary_weight, created_at)"
+            " VALUES (:tenant, :name, 1, 0.0, :now)",
+            tenant=name.tenant,
+            name=name.name,
+            now=utc_now(),
         )
     elif row.removed_at is not None:
-        connection.execute(update(adapters).where(adapters.c.id == row.id).values(removed_at=None))
+        connection.change("UPDATE adapters SET removed_at = NULL WHERE id = :id", id=row.id)
     return require(connection, name)
 
 
@@ -70,30 +70,31 @@ def remove(connection: Connection, name: AdapterName, actor: str) -> None:
     adapter = require(connection, name)
     for alias in aliases.current(connection, adapter.id):
         aliases.drop(connection, adapter.id, alias, actor)
-    connection.execute(update(versions).where(versions.c.adapter_id == adapter.id).values(state=VersionState.RETIRED))
-    connection.execute(
-        update(adapters).where(adapters.c.id == adapter.id).values(removed_at=utc_now(), canary_weight=0.0)
+    connection.change("UPDATE versions SET state = :retired WHERE adapter_id = :id", retired=_RETIRED, id=adapter.id)
+    connection.change(
+        "UPDATE adapters SET removed_at = :now, canary_weight = 0.0 WHERE id = :id", now=utc_now(), id=adapter.id
     )
     journal.record(connection, actor, "adapter.remove", name)
 
 
 def of_tenant(connection: Connection, tenant: str) -> list[AdapterName]:
     """The names of a tenant's adapters."""
-    query = select(adapters.c.name).where(adapters.c.tenant == tenant, adapters.c.removed_at.is_(None))
-    return [AdapterName(tenant, row.name) for row in connection.execute(query.order_by(adapters.c.name))]
+    rows = connection.rows(
+        "SELECT name FROM adapters WHERE tenant = :tenant AND removed_at IS NULL ORDER BY name", tenant=tenant
+    )
+    return [AdapterName(tenant, row.name) for row in rows]
 
 
-def infos(connection: Connection, *conditions: ColumnElement[bool]) -> list[AdapterInfo]:
-    """All adapters that meet the conditions, by name, in three queries however many they are."""
-    chosen = (adapters.c.removed_at.is_(None), *conditions)
-    rows = connection.execute(select(adapters).where(*chosen).order_by(adapters.c.tenant, adapters.c.name)).all()
+def infos(connection: Connection, condition: str = "", **values: object) -> list[AdapterInfo]:
+    """All adapters (or those whose row `a` meets a condition), by name, in three queries however many they are."""
+    chosen = "WHERE a.removed_at IS NULL " + condition
+    rows = connection.rows(" ".join(("SELECT * FROM adapters a", chosen, "ORDER BY a.tenant, a.name")), **values)
     pointed: dict[int, dict[str, int]] = defaultdict(dict)
-    for alias in connection.execute(select(alias_rows).join(adapters).where(*chosen).order_by(alias_rows.c.alias)):
+    for alias in connection.rows(" ".join((_EVERY_ALIAS, chosen, "ORDER BY p.alias")), **values):
         pointed[alias.adapter_id][alias.alias] = alias.number
     bases: dict[int, dict[int, str]] = defaultdict(dict)
-    columns = select(versions.c.adapter_id, versions.c.number, versions.c.base_model)
-    ready = versions.c.state == VersionState.READY
-    for version in connection.execute(columns.join(adapters).where(ready, *chosen).order_by(versions.c.number)):
+    ready = "AND v.state = :ready ORDER BY v.number"
+    for version in connection.rows(" ".join((_EVERY_BASE, chosen, ready)), ready=_READY, **values):
         bases[version.adapter_id][version.number] = version.base_model
     return [_info(_adapter(row), pointed[row.id], bases[row.id]) for row in rows]
 
@@ -106,12 +107,14 @@ def _info(adapter: Adapter, pointed: dict[str, int], bases: dict[int, str]) -> A
         canary_weight=adapter.canary_weight if CANARY in pointed else 0.0,
         versions=len(bases),
         base_model=bases.get(shown_number, ""),
-        created_at=as_utc(adapter.created_at),
+        created_at=adapter.created_at,
     )
 
 
-def _adapter(row: Row[tuple[object, ...]]) -> Adapter:
-    return Adapter(row.id, AdapterName(row.tenant, row.name), row.next_number, row.canary_weight, row.created_at)
+def _adapter(row: Row) -> Adapter:
+    return Adapter(
+        row.id, AdapterName(row.tenant, row.name), row.next_number, row.canary_weight, as_utc(row.created_at)
+    )
 
 
 # --- versions -------------------------------------------------------------------------------------------------------
@@ -120,22 +123,35 @@ def _adapter(row: Row[tuple[object, ...]]) -> Adapter:
 def add_version(connection: Connection, adapter: Adapter, values: dict[str, object]) -> int:
     """A new ready version under the adapter's next number, which is returned."""
     number = adapter.next_number
-    connection.execute(update(adapters).where(adapters.c.id == adapter.id).values(next_number=number + 1))
-    connection.execute(
-        insert(versions).values(adapter_id=adapter.id, number=number, state=VersionState.READY, **values)
+    connection.change("UPDATE adapters SET next_number = :next WHERE id = :id", next=number + 1, id=adapter.id)
+    connection.change(
+        "INSERT INTO versions (adapter_id, number, digest, base_model, lora_rank, size_bytes, state, metadata,"
+        " created_at, created_by) VALUES (:adapter_id, :number, :digest, :base_model, :lora_rank, :size_bytes, :state,"
+        " :metadata, :created_at, :created_by)",
+        adapter_id=adapter.id,
+        number=number,
+        state=_READY,
+        **values,
     )
     return number
 
 
-def every_version(connection: Connection, *conditions: ColumnElement[bool]) -> list[Version]:
-    """The versions that meet the conditions, by adapter and number."""
-    query = _VERSIONS.where(*conditions).order_by(adapters.c.tenant, adapters.c.name, versions.c.number)
-    return [_version(row) for row in connection.execute(query)]
+def every_version(connection: Connection) -> list[Version]:
+    """All versions of all adapters, by adapter and number."""
+    return [_version(row) for row in connection.rows(_VERSIONS + _IN_ORDER)]
+
+
+def versions_of(connection: Connection, name: AdapterName) -> list[Version]:
+    """All versions of an adapter, retired ones too, by number."""
+    condition = "WHERE a.tenant = :tenant AND a.name = :name"
+    rows = connection.rows(_VERSIONS + condition + _IN_ORDER, tenant=name.tenant, name=name.name)
+    return [_version(row) for row in rows]
 
 
 def find_version(connection: Connection, adapter: Adapter, number: int) -> Version | None:
     """Version `number` of the adapter, retired or not."""
-    row = connection.execute(_BY_NUMBER, {"adapter_id": adapter.id, "number": number}).one_or_none()
+    condition = "WHERE v.adapter_id = :adapter_id AND v.number = :number"
+    row = connection.row(_VERSIONS + condition, adapter_id=adapter.id, number=number)
     return None if row is None else _version(row)
 
 
@@ -151,19 +167,17 @@ def require_version(connection: Connection, adapter: Adapter, number: int, *, re
 
 def find_content(connection: Connection, adapter: Adapter, digest: str) -> Version | None:
     """The adapter's ready version with this content."""
-    found = every_version(
-        connection,
-        versions.c.adapter_id == adapter.id,
-        versions.c.digest == digest,
-        versions.c.state == VersionState.READY,
-    )
-    return found[0] if found else None
+    condition = "WHERE v.adapter_id = :adapter_id AND v.digest = :digest AND v.state = :ready"
+    row = connection.row(_VERSIONS + condition + _IN_ORDER, adapter_id=adapter.id, digest=digest, ready=_READY)
+    return None if row is None else _version(row)
 
 
 def ready_numbers(connection: Connection, adapter: Adapter) -> set[int]:
     """The numbers of the adapter's versions that may be served."""
-    query = select(versions.c.number).where(versions.c.adapter_id == adapter.id, versions.c.state == VersionState.READY)
-    return {row.number for row in connection.execute(query)}
+    rows = connection.rows(
+        "SELECT number FROM versions WHERE adapter_id = :id AND state = :ready", id=adapter.id, ready=_READY
+    )
+    return {row.number for row in rows}
 
 
 def retire_version(connection: Connection, name: AdapterName, number: int, actor: str) -> None:
@@ -174,15 +188,16 @@ def retire_version(connection: Connection, name: AdapterName, number: int, actor
     if holding:
         raise Conflict(f"{version.ref} is pointed at by {', '.join(holding)}", "point the alias elsewhere first")
     if version.state is VersionState.READY:
-        connection.execute(
-            update(versions)
-            .where(versions.c.adapter_id == adapter.id, versions.c.number == number)
-            .values(state=VersionState.RETIRED)
+        connection.change(
+            "UPDATE versions SET state = :retired WHERE adapter_id = :id AND number = :number",
+            retired=_RETIRED,
+            id=adapter.id,
+            number=number,
         )
         journal.record(connection, actor, "version.retire", version.ref)
 
 
-def _version(row: Row[tuple[object, ...]]) -> Version:
+def _version(row: Row) -> Version:
     return Version(
         ref=VersionRef(AdapterName(row.tenant, row.adapter_name), row.number, row.digest),
         base_model=row.base_model,

@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from sqlalchemy import Connection
-
 from manylora.adapter import CANARY, LIVE, AdapterName, Selector
 from manylora.errors import NotFound
 from manylora.registry import adapters, aliases, tenants
+from manylora.registry.connection import Connection
 from manylora.registry.records import AdapterInfo, Version, VersionState
-from manylora.registry.tables import adapters as adapter_rows
 
 _FRACTION_BITS = 53
 
@@ -42,8 +40,11 @@ def absent(selector: Selector) -> NotFound:
 def visible(connection: Connection, tenant: str) -> list[AdapterInfo]:
     """The adapters that `tenant` may call and that have something to answer with."""
     granted = tenants.grants_of(connection, tenant)
-    owners = {tenant, *(grant.owner for grant in granted)}
-    found = adapters.infos(connection, adapter_rows.c.tenant.in_(owners))
+    found = adapters.infos(
+        connection,
+        "AND (a.tenant = :tenant OR a.tenant IN (SELECT owner FROM grants WHERE grantee = :tenant))",
+        tenant=tenant,
+    )
     return [
         info
         for info in found

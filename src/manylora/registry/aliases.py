@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
-
 from manylora.adapter import CANARY
-from manylora.registry.database import as_utc, utc_now
+from manylora.registry.connection import Connection, as_utc, utc_now
 from manylora.registry.journal import actor_name
 from manylora.registry.records import AliasChange
-from manylora.registry.tables import adapters, alias_changes, aliases
 
 SET = "set"
 ROLLBACK = "rollback"
 REMOVED = "removed"
-_OF_ADAPTER = select(aliases).where(aliases.c.adapter_id == bindparam("adapter_id")).order_by(aliases.c.alias)
 
 
 def current(connection: Connection, adapter_id: int) -> dict[str, int]:
     """Where the adapter's aliases point now."""
-    rows = connection.execute(_OF_ADAPTER, {"adapter_id": adapter_id})
+    rows = connection.rows(
+        "SELECT alias, number FROM aliases WHERE adapter_id = :adapter_id ORDER BY alias", adapter_id=adapter_id
+    )
     return {row.alias: row.number for row in rows}
 
 
@@ -34,11 +32,10 @@ def point(connection: Connection, adapter_id: int, alias: str, number: int, acto
     if previous == number:
         return False
     if previous is None:
-        connection.execute(insert(aliases).values(adapter_id=adapter_id, alias=alias, number=number))
+        statement = "INSERT INTO aliases (adapter_id, alias, number) VALUES (:adapter_id, :alias, :number)"
     else:
-        connection.execute(
-            update(aliases).where(aliases.c.adapter_id == adapter_id, aliases.c.alias == alias).values(number=number)
-        )
+        statement = "UPDATE aliases SET number = :number WHERE adapter_id = :adapter_id AND alias = :alias"
+    connection.change(statement, adapter_id=adapter_id, alias=alias, number=number)
     _note(connection, adapter_id, alias, number, previous, action, actor)
     return True
 
@@ -48,7 +45,9 @@ def drop(connection: Connection, adapter_id: int, alias: str, actor: str) -> boo
     previous = current(connection, adapter_id).get(alias)
     if previous is None:
         return False
-    connection.execute(delete(aliases).where(aliases.c.adapter_id == adapter_id, aliases.c.alias == alias))
+    connection.change(
+        "DELETE FROM aliases WHERE adapter_id = :adapter_id AND alias = :alias", adapter_id=adapter_id, alias=alias
+    )
     _note(connection, adapter_id, alias, None, previous, REMOVED, actor)
     return True
 
@@ -60,15 +59,17 @@ def set_canary(connection: Connection, adapter_id: int, number: int | None, weig
         weight = 0.0
     else:
         point(connection, adapter_id, CANARY, number, actor)
-    connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(canary_weight=weight))
+    connection.change(
+        "UPDATE adapters SET canary_weight = :weight WHERE id = :adapter_id", weight=weight, adapter_id=adapter_id
+    )
 
 
 def history(connection: Connection, adapter_id: int, alias: str) -> list[AliasChange]:
     """All changes of one alias, oldest first."""
-    rows = connection.execute(
-        select(alias_changes)
-        .where(alias_changes.c.adapter_id == adapter_id, alias_changes.c.alias == alias)
-        .order_by(alias_changes.c.id)
+    rows = connection.rows(
+        "SELECT * FROM alias_changes WHERE adapter_id = :adapter_id AND alias = :alias ORDER BY id",
+        adapter_id=adapter_id,
+        alias=alias,
     )
     return [AliasChange(row.alias, row.number, row.previous, row.action, as_utc(row.at), row.actor) for row in rows]
 
@@ -97,14 +98,14 @@ def _note(
     action: str,
     actor: str,
 ) -> None:
-    connection.execute(
-        insert(alias_changes).values(
-            adapter_id=adapter_id,
-            alias=alias,
-            number=number,
-            previous=previous,
-            action=action,
-            at=utc_now(),
-            actor=actor_name(actor),
-        )
+    connection.change(
+        "INSERT INTO alias_changes (adapter_id, alias, number, previous, action, at, actor)"
+        " VALUES (:adapter_id, :alias, :number, :previous, :action, :at, :actor)",
+        adapter_id=adapter_id,
+        alias=alias,
+        number=number,
+        previous=previous,
+        action=action,
+        at=utc_now(),
+        actor=actor_name(actor),
     )

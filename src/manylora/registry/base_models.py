@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 
-from sqlalchemy import Connection, Row, insert, select, update
-
 from manylora.adapter import shown
 from manylora.errors import Conflict, NotFound
 from manylora.registry import journal
 from manylora.registry.base_model import BaseModel
-from manylora.registry.database import utc_now
-from manylora.registry.tables import base_models, versions
+from manylora.registry.connection import Connection, Row, utc_now
+
+_BY_NAME = "SELECT * FROM base_models WHERE name = :name"
 
 
 def register(connection: Connection, model: BaseModel, actor: str) -> None:
     """Add a base model, or bring its facts up to date; `Conflict` where its shapes changed under existing adapters."""
-    known = connection.execute(select(base_models).where(base_models.c.name == model.name)).one_or_none()
+    known = connection.row(_BY_NAME, name=model.name)
     if known is None:
-        connection.execute(insert(base_models).values(name=model.name, created_at=utc_now(), **_columns(model)))
+        connection.change(
+            "INSERT INTO base_models (name, config, modules, revision, vocab_size, source, aliases, created_at)"
+            " VALUES (:name, :config, :modules, :revision, :vocab_size, :source, :aliases, :created_at)",
+            name=model.name,
+            created_at=utc_now(),
+            **_columns(model),
+        )
         journal.record(connection, actor, "base_model.register", model.name, revision=model.revision)
         return
     if _model(known).modules != model.modules and _is_used(connection, model.name):
@@ -26,13 +31,18 @@ def register(connection: Connection, model: BaseModel, actor: str) -> None:
             f"the base model '{shown(model.name)}' is registered with other layers or shapes",
             "serve the changed model under another name (--served-model-name)",
         )
-    connection.execute(update(base_models).where(base_models.c.name == model.name).values(**_columns(model)))
+    connection.change(
+        "UPDATE base_models SET config = :config, modules = :modules, revision = :revision, vocab_size = :vocab_size,"
+        " source = :source, aliases = :aliases WHERE name = :name",
+        name=model.name,
+        **_columns(model),
+    )
     journal.record(connection, actor, "base_model.update", model.name, revision=model.revision)
 
 
 def find(connection: Connection, name: str) -> BaseModel:
     """The base model called `name`, or `NotFound`."""
-    row = connection.execute(select(base_models).where(base_models.c.name == name)).one_or_none()
+    row = connection.row(_BY_NAME, name=name)
     if row is None:
         raise NotFound(
             f"the base model '{shown(name, 160)}' is not registered",
@@ -43,11 +53,11 @@ def find(connection: Connection, name: str) -> BaseModel:
 
 def every(connection: Connection) -> list[BaseModel]:
     """All base models, by name."""
-    return [_model(row) for row in connection.execute(select(base_models).order_by(base_models.c.name))]
+    return [_model(row) for row in connection.rows("SELECT * FROM base_models ORDER BY name")]
 
 
 def _is_used(connection: Connection, name: str) -> bool:
-    return connection.execute(select(versions.c.id).where(versions.c.base_model == name).limit(1)).first() is not None
+    return connection.row("SELECT id FROM versions WHERE base_model = :name LIMIT 1", name=name) is not None
 
 
 def _columns(model: BaseModel) -> dict[str, object]:
@@ -61,7 +71,7 @@ def _columns(model: BaseModel) -> dict[str, object]:
     }
 
 
-def _model(row: Row[tuple[object, ...]]) -> BaseModel:
+def _model(row: Row) -> BaseModel:
     return BaseModel(
         name=row.name,
         config=json.loads(row.config),

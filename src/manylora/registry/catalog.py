@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from sqlalchemy import ColumnElement
-
 from manylora.adapter import CANARY, LIVE, AdapterName, Selector, check_alias, check_digest, check_segment
 from manylora.errors import Conflict, CorruptBlob, InvalidInput, ManyloraError, NotFound
 from manylora.registry import adapters, admission, aliases, base_models, journal, publishing, tenants
@@ -28,7 +26,6 @@ from manylora.registry.records import (
     VerifyResult,
     Version,
 )
-from manylora.registry.tables import adapters as adapter_rows
 from manylora.settings import Settings
 from manylora.tenant import Grant, KeyInfo, Principal
 
@@ -125,7 +122,7 @@ class Catalog:
         with self._database.read() as connection:
             if name is not None:
                 adapters.require(connection, name)
-            found = adapters.every_version(connection, *(_of(name) if name else ()))
+            found = adapters.versions_of(connection, name) if name else adapters.every_version(connection)
         problems: dict[str, str] = {}
         for version in found:
             if version.digest not in problems:
@@ -146,18 +143,18 @@ class Catalog:
         with self._database.read() as connection:
             if tenant is None:
                 return adapters.infos(connection)
-            return adapters.infos(connection, adapter_rows.c.tenant == check_segment(tenant, "tenant"))
+            return adapters.infos(connection, "AND a.tenant = :tenant", tenant=check_segment(tenant, "tenant"))
 
     def adapter(self, name: AdapterName) -> AdapterInfo:
         with self._database.read() as connection:
             adapter = adapters.require(connection, name)
-            return adapters.infos(connection, adapter_rows.c.id == adapter.id)[0]
+            return adapters.infos(connection, "AND a.id = :id", id=adapter.id)[0]
 
     def versions(self, name: AdapterName) -> list[Version]:
         """All versions of an adapter, retired ones too, by number."""
         with self._database.read() as connection:
             adapters.require(connection, name)
-            return adapters.every_version(connection, *_of(name))
+            return adapters.versions_of(connection, name)
 
     def version(self, name: AdapterName, number: int) -> Version:
         with self._database.read() as connection:
@@ -321,7 +318,3 @@ class Catalog:
         """The newest entries of the audit log, newest first."""
         with self._database.read() as connection:
             return journal.entries(connection, limit)
-
-
-def _of(name: AdapterName) -> tuple[ColumnElement[bool], ...]:
-    return (adapter_rows.c.tenant == name.tenant, adapter_rows.c.name == name.name)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 
-from sqlalchemy import Connection, insert, select
-
 from manylora.adapter import shown
-from manylora.registry.database import as_utc, utc_now
+from manylora.registry.connection import Connection, as_utc, utc_now
 from manylora.registry.records import AuditEntry
-from manylora.registry.tables import audit
 
 _ACTOR_CHARS = 199
 
@@ -21,20 +18,19 @@ def actor_name(actor: str) -> str:
 
 def record(connection: Connection, actor: str, action: str, subject: object, **detail: object) -> None:
     """Note that `actor` did `action` to `subject`."""
-    connection.execute(
-        insert(audit).values(
-            at=utc_now(),
-            actor=actor_name(actor),
-            action=action,
-            subject=str(subject),
-            detail=json.dumps(detail, sort_keys=True),
-        )
+    connection.change(
+        "INSERT INTO audit (at, actor, action, subject, detail) VALUES (:at, :actor, :action, :subject, :detail)",
+        at=utc_now(),
+        actor=actor_name(actor),
+        action=action,
+        subject=str(subject),
+        detail=json.dumps(detail, sort_keys=True),
     )
 
 
 def entries(connection: Connection, limit: int) -> list[AuditEntry]:
     """The newest entries, newest first."""
-    rows = connection.execute(select(audit).order_by(audit.c.id.desc()).limit(limit))
+    rows = connection.rows("SELECT * FROM audit ORDER BY id DESC LIMIT :limit", limit=limit)
     return [
         AuditEntry(row.id, as_utc(row.at), row.actor, row.action, row.subject, json.loads(row.detail)) for row in rows
     ]

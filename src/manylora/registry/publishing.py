@@ -10,18 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, insert, select
-
 from manylora.adapter import CANARY, ENGINE_DIGEST_CHARS, LIVE, AdapterName
 from manylora.errors import Conflict, InvalidAdapter, InvalidInput
 from manylora.registry import adapters, aliases, journal, tenants
 from manylora.registry.base_model import BaseModel
 from manylora.registry.compatibility import check
-from manylora.registry.database import utc_now
+from manylora.registry.connection import Connection, utc_now
 from manylora.registry.finite import check_finite
 from manylora.registry.peft_format import PeftAdapter, digest, read_peft_folder
 from manylora.registry.records import Published, Version
-from manylora.registry.tables import blobs
 from manylora.registry.untrusted_files import stamp
 
 _METADATA_MAX = 64
@@ -71,11 +68,11 @@ def check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def refuse_prefix_collision(connection: Connection, digest: str) -> None:
     """Engine names carry the digest's start, so two contents may not share it (by chance: once in 2^64)."""
-    query = select(blobs.c.digest).where(blobs.c.digest_prefix == digest[:ENGINE_DIGEST_CHARS])
-    known = connection.execute(query).scalar_one_or_none()
-    if known not in (None, digest):
+    prefix = digest[:ENGINE_DIGEST_CHARS]
+    known = connection.row("SELECT digest FROM blobs WHERE digest_prefix = :prefix", prefix=prefix)
+    if known is not None and known.digest != digest:
         raise Conflict(
-            f"another adapter's digest starts with {digest[:ENGINE_DIGEST_CHARS]} too",
+            f"another adapter's digest starts with {prefix} too",
             "save the adapter with any small change, such as another adapter_config.json entry",
         )
 
@@ -123,15 +120,15 @@ def _insert(
     metadata: Mapping[str, str],
 ) -> Version:
     now = utc_now()
-    if connection.execute(select(blobs.c.digest).where(blobs.c.digest == checked.digest)).first() is None:
-        connection.execute(
-            insert(blobs).values(
-                digest=checked.digest,
-                digest_prefix=checked.digest[:ENGINE_DIGEST_CHARS],
-                config_bytes=len(checked.adapter.config_bytes),
-                weights_bytes=checked.adapter.header.file_bytes,
-                created_at=now,
-            )
+    if connection.row("SELECT digest FROM blobs WHERE digest = :digest", digest=checked.digest) is None:
+        connection.change(
+            "INSERT INTO blobs (digest, digest_prefix, config_bytes, weights_bytes, created_at)"
+            " VALUES (:digest, :digest_prefix, :config_bytes, :weights_bytes, :created_at)",
+            digest=checked.digest,
+            digest_prefix=checked.digest[:ENGINE_DIGEST_CHARS],
+            config_bytes=len(checked.adapter.config_bytes),
+            weights_bytes=checked.adapter.header.file_bytes,
+            created_at=now,
         )
     values: dict[str, object] = {
         "digest": checked.digest,

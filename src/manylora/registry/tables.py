@@ -1,4 +1,5 @@
-"""The registry's tables, as SQLAlchemy Core sees them. How they came to be is told by `migrations`.
+"""The registry's tables, as Alembic needs them and people may read them. How they came to be is told by `migrations`;
+the statements that use them are text (see `connection`).
 
 Times are UTC without a zone, for SQLite keeps none. JSON is kept as ASCII text. Nothing is deleted but aliases and
 grants: what was published, and who did what, stays on record.

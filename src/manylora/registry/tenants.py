@@ -6,14 +6,11 @@ import hashlib
 import re
 import secrets
 
-from sqlalchemy import Connection, Row, bindparam, delete, insert, or_, select, update
-
 from manylora.adapter import check_segment, shown
 from manylora.errors import Conflict, InvalidInput, NotFound
 from manylora.registry import journal
-from manylora.registry.database import as_utc, utc_now
+from manylora.registry.connection import Connection, Row, as_utc, utc_now
 from manylora.registry.records import TenantInfo
-from manylora.registry.tables import api_keys, grants, tenants
 from manylora.tenant import KEY_PREFIX, Grant, KeyInfo, Principal
 
 _KEY_BYTES = 32
@@ -21,38 +18,31 @@ _KEY_MAX_CHARS = 256
 _HINT_CHARS = 7
 _LABEL_MAX_CHARS = 200
 _PATTERN = re.compile(r"[a-z0-9._*?\[\]!-]{1,63}")
-# Asked for every request that a gateway has not cached, so they are put together once.
-_BY_HASH = select(api_keys.c.tenant, api_keys.c.key_id, api_keys.c.is_admin).where(
-    api_keys.c.key_hash == bindparam("key_hash"), api_keys.c.revoked_at.is_(None)
-)
-_GRANTS = select(grants).order_by(grants.c.grantee, grants.c.owner, grants.c.pattern)
-_GRANTS_OF = _GRANTS.where(grants.c.grantee == bindparam("grantee"))
 
 
 def create(connection: Connection, name: str, actor: str) -> None:
     """Add a tenant; one that was removed comes back, without its old keys, grants and adapters."""
     check_segment(name, "tenant")
-    known = connection.execute(select(tenants).where(tenants.c.name == name)).one_or_none()
+    known = connection.row("SELECT removed_at FROM tenants WHERE name = :name", name=name)
     if known is None:
-        connection.execute(insert(tenants).values(name=name, created_at=utc_now()))
+        connection.change("INSERT INTO tenants (name, created_at) VALUES (:name, :now)", name=name, now=utc_now())
     elif known.removed_at is None:
         raise Conflict(f"the tenant '{name}' exists already", "choose another name, or go on with this one")
     else:
-        connection.execute(update(tenants).where(tenants.c.name == name).values(removed_at=None))
+        connection.change("UPDATE tenants SET removed_at = NULL WHERE name = :name", name=name)
     journal.record(connection, actor, "tenant.create", name)
 
 
 def every(connection: Connection) -> list[TenantInfo]:
     """All tenants that were not removed, by name."""
-    rows = connection.execute(select(tenants).where(tenants.c.removed_at.is_(None)).order_by(tenants.c.name))
+    rows = connection.rows("SELECT name, created_at FROM tenants WHERE removed_at IS NULL ORDER BY name")
     return [TenantInfo(row.name, as_utc(row.created_at)) for row in rows]
 
 
 def require(connection: Connection, name: str) -> None:
     """`NotFound` unless the tenant exists."""
     check_segment(name, "tenant")
-    query = select(tenants.c.name).where(tenants.c.name == name, tenants.c.removed_at.is_(None))
-    if connection.execute(query).first() is None:
+    if connection.row("SELECT name FROM tenants WHERE name = :name AND removed_at IS NULL", name=name) is None:
         raise NotFound(f"the tenant '{name}' does not exist", f"create it: manylora tenant create {name}")
 
 
@@ -60,11 +50,11 @@ def remove(connection: Connection, name: str, actor: str) -> None:
     """Close a tenant: its keys are revoked and its grants, given and received, end. (Its adapters: see `adapters`.)"""
     require(connection, name)
     now = utc_now()
-    connection.execute(update(tenants).where(tenants.c.name == name).values(removed_at=now))
-    connection.execute(
-        update(api_keys).where(api_keys.c.tenant == name, api_keys.c.revoked_at.is_(None)).values(revoked_at=now)
+    connection.change("UPDATE tenants SET removed_at = :now WHERE name = :name", now=now, name=name)
+    connection.change(
+        "UPDATE api_keys SET revoked_at = :now WHERE tenant = :name AND revoked_at IS NULL", now=now, name=name
     )
-    connection.execute(delete(grants).where(or_(grants.c.grantee == name, grants.c.owner == name)))
+    connection.change("DELETE FROM grants WHERE grantee = :name OR owner = :name", name=name)
     journal.record(connection, actor, "tenant.remove", name)
 
 
@@ -79,16 +69,16 @@ def create_key(connection: Connection, tenant: str, label: str, is_admin: bool, 
     key = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     key_id = f"key-{secrets.token_hex(8)}"
     now = utc_now()
-    connection.execute(
-        insert(api_keys).values(
-            key_id=key_id,
-            key_hash=_key_hash(key),
-            tenant=tenant,
-            label=label,
-            is_admin=is_admin,
-            hint=key[:_HINT_CHARS],
-            created_at=now,
-        )
+    connection.change(
+        "INSERT INTO api_keys (key_id, key_hash, tenant, label, is_admin, hint, created_at)"
+        " VALUES (:key_id, :key_hash, :tenant, :label, :is_admin, :hint, :created_at)",
+        key_id=key_id,
+        key_hash=_key_hash(key),
+        tenant=tenant,
+        label=label,
+        is_admin=is_admin,
+        hint=key[:_HINT_CHARS],
+        created_at=now,
     )
     journal.record(connection, actor, "key.create", key_id, tenant=tenant, is_admin=is_admin)
     return key, KeyInfo(key_id, tenant, label, is_admin, as_utc(now), None, key[:_HINT_CHARS])
@@ -96,17 +86,22 @@ def create_key(connection: Connection, tenant: str, label: str, is_admin: bool, 
 
 def keys(connection: Connection, tenant: str | None) -> list[KeyInfo]:
     """All keys, revoked ones too, in the order of their making."""
-    query = select(api_keys).order_by(api_keys.c.created_at, api_keys.c.key_id)
-    return [_key_info(row) for row in connection.execute(query if tenant is None else query.filter_by(tenant=tenant))]
+    if tenant is None:
+        rows = connection.rows("SELECT * FROM api_keys ORDER BY created_at, key_id")
+    else:
+        rows = connection.rows(
+            "SELECT * FROM api_keys WHERE tenant = :tenant ORDER BY created_at, key_id", tenant=tenant
+        )
+    return [_key_info(row) for row in rows]
 
 
 def revoke_key(connection: Connection, key_id: str, actor: str) -> None:
     """End a key; ending it twice is no error."""
-    row = connection.execute(select(api_keys).where(api_keys.c.key_id == key_id)).one_or_none()
+    row = connection.row("SELECT tenant, revoked_at FROM api_keys WHERE key_id = :key_id", key_id=key_id)
     if row is None:
         raise NotFound(f"the key '{shown(key_id)}' does not exist", "see `manylora key list`")
     if row.revoked_at is None:
-        connection.execute(update(api_keys).where(api_keys.c.key_id == key_id).values(revoked_at=utc_now()))
+        connection.change("UPDATE api_keys SET revoked_at = :now WHERE key_id = :key_id", now=utc_now(), key_id=key_id)
         journal.record(connection, actor, "key.revoke", key_id, tenant=row.tenant)
 
 
@@ -114,17 +109,20 @@ def authenticate(connection: Connection, key: str) -> Principal | None:
     """Whose key this is, or None where it is unknown or revoked."""
     if not key.startswith(KEY_PREFIX) or len(key) > _KEY_MAX_CHARS or not key.isascii():
         return None
-    row = connection.execute(_BY_HASH, {"key_hash": _key_hash(key)}).one_or_none()
-    return None if row is None else Principal(row.tenant, row.key_id, row.is_admin)
+    row = connection.row(
+        "SELECT tenant, key_id, is_admin FROM api_keys WHERE key_hash = :key_hash AND revoked_at IS NULL",
+        key_hash=_key_hash(key),
+    )
+    return None if row is None else Principal(row.tenant, row.key_id, bool(row.is_admin))
 
 
 def _key_hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def _key_info(row: Row[tuple[object, ...]]) -> KeyInfo:
+def _key_info(row: Row) -> KeyInfo:
     revoked_at = None if row.revoked_at is None else as_utc(row.revoked_at)
-    return KeyInfo(row.key_id, row.tenant, row.label, row.is_admin, as_utc(row.created_at), revoked_at, row.hint)
+    return KeyInfo(row.key_id, row.tenant, row.label, bool(row.is_admin), as_utc(row.created_at), revoked_at, row.hint)
 
 
 # --- grants ---------------------------------------------------------------------------------------------------------
@@ -141,18 +139,24 @@ def grant(connection: Connection, given: Grant, actor: str) -> None:
     if given.grantee == given.owner:
         raise InvalidInput("a tenant needs no grant for its own adapters", "name two different tenants")
     if given not in grants_of(connection, given.grantee):
-        connection.execute(insert(grants).values(grantee=given.grantee, owner=given.owner, pattern=given.pattern))
+        connection.change(
+            "INSERT INTO grants (grantee, owner, pattern) VALUES (:grantee, :owner, :pattern)",
+            grantee=given.grantee,
+            owner=given.owner,
+            pattern=given.pattern,
+        )
         journal.record(connection, actor, "grant.add", given.grantee, owner=given.owner, pattern=given.pattern)
 
 
 def revoke_grant(connection: Connection, given: Grant, actor: str) -> None:
     """Take a grant back, or `NotFound`."""
-    done = connection.execute(
-        delete(grants).where(
-            grants.c.grantee == given.grantee, grants.c.owner == given.owner, grants.c.pattern == given.pattern
-        )
+    done = connection.change(
+        "DELETE FROM grants WHERE grantee = :grantee AND owner = :owner AND pattern = :pattern",
+        grantee=given.grantee,
+        owner=given.owner,
+        pattern=given.pattern,
     )
-    if not done.rowcount:
+    if not done:
         raise NotFound(
             f"'{shown(given.grantee)}' has no grant for '{shown(given.owner)}/{shown(given.pattern)}'",
             "see `manylora grant list`",
@@ -162,6 +166,8 @@ def revoke_grant(connection: Connection, given: Grant, actor: str) -> None:
 
 def grants_of(connection: Connection, tenant: str | None) -> list[Grant]:
     """The grants that `tenant` received (None: of everyone), in order."""
-    every_grant = tenant is None
-    rows = connection.execute(_GRANTS if every_grant else _GRANTS_OF, {} if every_grant else {"grantee": tenant})
+    if tenant is None:
+        rows = connection.rows("SELECT * FROM grants ORDER BY grantee, owner, pattern")
+    else:
+        rows = connection.rows("SELECT * FROM grants WHERE grantee = :tenant ORDER BY owner, pattern", tenant=tenant)
     return [Grant(row.grantee, row.owner, row.pattern) for row in rows]
