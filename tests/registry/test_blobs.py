@@ -51,6 +51,21 @@ def test_what_is_put_comes_back(store: BlobStore, adapter: PeftAdapter, tmp_path
     assert store.digests() == []
 
 
+def test_each_file_and_folder_is_flushed_once_and_again_after_a_killed_push(
+    tmp_path: Path, adapter: PeftAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    blobs = tmp_path / "blobs"
+    found = put(BlobStore.open(f"file://{blobs}"), adapter)
+    folder = blobs / "adapters" / found
+    expected = [folder / "adapter_model.safetensors", folder / "adapter_config.json", folder, folder.parent, blobs]
+    assert flushed == [str(path) for path in expected]
+    flushed.clear()
+    put(BlobStore.open(f"file://{blobs}"), adapter)
+    assert flushed == [str(path) for path in expected]
+
+
 def test_a_file_without_the_digest_never_appears(store: BlobStore, adapter: PeftAdapter) -> None:
     with pytest.raises(InvalidAdapter, match="changed while it was read"):
         store.put("0" * 64, adapter.config_bytes, adapter.weights)

@@ -76,14 +76,12 @@ class BlobStore:
         """Store an adapter, unless it is there. Nothing appears where the file does not have this digest any more."""
         self._sweep(digest)
         weights_bytes = weights.stat().st_size
-        if self._size(digest, WEIGHTS_FILE) != weights_bytes:
-            with self._translated("stored"):
+        with self._translated("stored"):
+            if self._size(digest, WEIGHTS_FILE) != weights_bytes:
                 obstore.put(self._store, _key(digest, WEIGHTS_FILE), _checked(digest, config, weights, progress))
-            self._flush(digest, WEIGHTS_FILE)
-        if self._size(digest, CONFIG_FILE) != len(config):
-            with self._translated("stored"):
+            if self._size(digest, CONFIG_FILE) != len(config):
                 obstore.put(self._store, _key(digest, CONFIG_FILE), config)
-            self._flush(digest, CONFIG_FILE)
+        self._flush(digest)
         if progress is not None:
             progress(weights_bytes, weights_bytes)
 
@@ -149,13 +147,16 @@ class BlobStore:
             except FileNotFoundError:
                 return None
 
-    def _flush(self, digest: str, name: str) -> None:
-        """A local store leaves the bytes in the page cache; bring them, and their names, to stable storage."""
+    def _flush(self, digest: str) -> None:
+        """A local store leaves the bytes in the page cache; bring them, and their names, to stable storage.
+
+        Also where they were there already: an earlier push may have been killed before it came to this.
+        """
         if self._local is None:
             return
-        path = self._local / _key(digest, name)
+        folder = self._local / _key(digest, "")
         with self._translated("flushed"):
-            for step in (path, path.parent, path.parent.parent, self._local):
+            for step in (folder / WEIGHTS_FILE, folder / CONFIG_FILE, folder, folder.parent, self._local):
                 descriptor = os.open(step, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
