@@ -55,7 +55,9 @@ def test_each_file_and_folder_is_flushed_once_and_again_after_a_killed_push(
     tmp_path: Path, adapter: PeftAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: flushed.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
     blobs = tmp_path / "blobs"
     found = put(BlobStore.open(f"file://{blobs}"), adapter)
     folder = blobs / "adapters" / found

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from manylora.errors import InvalidAdapter
+from manylora.registry import peft_format
 from manylora.registry.peft_format import ModuleKind, PeftAdapter, digest, layer_of, read_peft_folder
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -26,6 +28,19 @@ def refused(folder: Path, words: str) -> None:
     with pytest.raises(InvalidAdapter, match=words) as caught:
         read(folder)
     assert "\n" not in str(caught.value)
+    assert caught.value.hint
+
+
+def test_every_refusal_in_the_registrys_source_says_what_to_do() -> None:
+    sources = Path(peft_format.__file__).parent.glob("*.py")
+    calls = [
+        (source.name, node)
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "InvalidAdapter"
+    ]
+    assert len(calls) > 40
+    assert [f"{name}:{call.lineno}" for name, call in calls if len(call.args) < 2] == []
 
 
 def test_reads_a_plain_adapter(make: Make) -> None:

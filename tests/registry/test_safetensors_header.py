@@ -27,8 +27,9 @@ def parse(entries: Any, data_bytes: int = 8, limits: Limits | None = None) -> He
 
 
 def refused(entries: Any, words: str, data_bytes: int = 8, limits: Limits | None = None) -> None:
-    with pytest.raises(InvalidAdapter, match=words):
+    with pytest.raises(InvalidAdapter, match=words) as caught:
         parse(entries, data_bytes, limits)
+    assert caught.value.hint
 
 
 def test_reads_a_sound_file(tmp_path: Path, tensors: Callable[..., bytes]) -> None:

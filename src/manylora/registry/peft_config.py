@@ -119,7 +119,7 @@ def canonical_bytes(raw: Mapping[str, object]) -> bytes:
     try:
         return canonical_config(raw)
     except RecursionError as error:
-        raise InvalidAdapter(f"{CONFIG_FILE} is nested too deeply") from error
+        raise InvalidAdapter(f"{CONFIG_FILE} is nested too deeply", "save the adapter again with PEFT") from error
 
 
 # --- rank_pattern and alpha_pattern ---------------------------------------------------------------------------------

@@ -133,7 +133,10 @@ def _read_raw_config(folder: Path) -> dict[str, object]:
     with open_plain(inside(folder, CONFIG_FILE)) as file:
         data = file.read(MAX_CONFIG_BYTES + 1)
     if len(data) > MAX_CONFIG_BYTES:
-        raise InvalidAdapter(f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes")
+        raise InvalidAdapter(
+            f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes",
+            "save the adapter again with PEFT; keep what is not its config in files of their own",
+        )
     return parse_object(data, CONFIG_FILE)
 
 

@@ -28,6 +28,7 @@ DTYPE_BITS: Mapping[str, int] = {
 _NAME = re.compile(r"[\x21-\x7e]{1,512}")
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _METADATA = "__metadata__"
+_SAVE_AGAIN = "copy the file again, or save it again with safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,10 @@ def parse_header(text: bytes, file_bytes: int, where: str, limits: Limits) -> He
     entries = parse_object(text, f"{where}: the header")
     metadata = _metadata(entries.pop(_METADATA, {}), where)
     if len(entries) > limits.max_tensors:
-        raise InvalidAdapter(f"{where} has {len(entries)} tensors, more than the {limits.max_tensors} allowed")
+        raise InvalidAdapter(
+            f"{where} has {len(entries)} tensors, more than the {limits.max_tensors} allowed",
+            "train fewer modules, or merge the adapter and serve the result as a base model",
+        )
     tensors = sorted((_tensor(name, entry, where, limits) for name, entry in entries.items()), key=_position)
     data_offset = LENGTH_BYTES + len(text)
     _check_cover(tensors, file_bytes - data_offset, where)
@@ -108,31 +112,42 @@ def _header_length(head: bytes, file_bytes: int, where: str, limits: Limits) -> 
             "copy the file again, or save it again with safetensors",
         )
     if length > limits.max_header_bytes:
-        raise InvalidAdapter(f"{where}: its header has {length} bytes, more than the {limits.max_header_bytes} allowed")
+        raise InvalidAdapter(
+            f"{where}: its header has {length} bytes, more than the {limits.max_header_bytes} allowed",
+            "save it again without the metadata in its header",
+        )
     return length
 
 
 def _metadata(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise InvalidAdapter(f"{where}: {_METADATA} is not a map of strings")
+        raise InvalidAdapter(f"{where}: {_METADATA} is not a map of strings", _SAVE_AGAIN)
     return value
 
 
 def _tensor(name: str, entry: object, where: str, limits: Limits) -> TensorInfo:
     subject = f"{where}: tensor '{shown(name, 160)}'"
     if not _NAME.fullmatch(name):
-        raise InvalidAdapter(f"{subject} has a name that is empty, too long or not printable ASCII")
+        raise InvalidAdapter(
+            f"{subject} has a name that is empty, too long or not printable ASCII",
+            "save the adapter with PEFT's save_pretrained, which names tensors after their modules",
+        )
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        raise InvalidAdapter(f"{subject} is not described by exactly dtype, shape and data_offsets")
+        raise InvalidAdapter(f"{subject} is not described by exactly dtype, shape and data_offsets", _SAVE_AGAIN)
     dtype = _dtype(entry["dtype"], subject, limits)
     shape = _naturals(entry["shape"], subject, "shape")
     if len(shape) > limits.max_dims:
-        raise InvalidAdapter(f"{subject} has {len(shape)} dimensions, more than the {limits.max_dims} allowed")
+        raise InvalidAdapter(
+            f"{subject} has {len(shape)} dimensions, more than the {limits.max_dims} allowed",
+            "only LoRA on linear layers and embeddings is served, whose tensors have two",
+        )
     offsets = _naturals(entry["data_offsets"], subject, "data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise InvalidAdapter(f"{subject} has data_offsets that are not a begin and an end")
+        raise InvalidAdapter(f"{subject} has data_offsets that are not a begin and an end", _SAVE_AGAIN)
     if math.prod(shape) * DTYPE_BITS[dtype] != (offsets[1] - offsets[0]) * 8:
-        raise InvalidAdapter(f"{subject}: {dtype} {list(shape)} does not take {offsets[1] - offsets[0]} bytes")
+        raise InvalidAdapter(
+            f"{subject}: {dtype} {list(shape)} does not take {offsets[1] - offsets[0]} bytes", _SAVE_AGAIN
+        )
     return TensorInfo(name, dtype, shape, offsets[0], offsets[1])
 
 
@@ -147,7 +162,7 @@ def _dtype(value: object, subject: str, limits: Limits) -> str:
 def _naturals(value: object, subject: str, field: str) -> tuple[int, ...]:
     if isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 53 for item in value):
         return tuple(value)
-    raise InvalidAdapter(f"{subject}: {field} is not a list of whole numbers from 0 to 2^53")
+    raise InvalidAdapter(f"{subject}: {field} is not a list of whole numbers from 0 to 2^53", _SAVE_AGAIN)
 
 
 def _position(tensor: TensorInfo) -> tuple[int, int]:
@@ -160,11 +175,13 @@ def _check_cover(tensors: list[TensorInfo], data_bytes: int, where: str) -> None
     for tensor in tensors:
         if tensor.begin != reached:
             what = "overlaps the one before it" if tensor.begin < reached else "leaves a gap before it"
-            raise InvalidAdapter(f"{where}: tensor '{tensor.name}' {what} (begins at {tensor.begin}, not {reached})")
+            raise InvalidAdapter(
+                f"{where}: tensor '{tensor.name}' {what} (begins at {tensor.begin}, not {reached})", _SAVE_AGAIN
+            )
         reached = tensor.end
     if reached > data_bytes:
         raise InvalidAdapter(
             f"{where} is cut off: its tensors end at byte {reached}, its data at {data_bytes}", "copy the file again"
         )
     if reached < data_bytes:
-        raise InvalidAdapter(f"{where} has {data_bytes - reached} bytes after its last tensor")
+        raise InvalidAdapter(f"{where} has {data_bytes - reached} bytes after its last tensor", _SAVE_AGAIN)

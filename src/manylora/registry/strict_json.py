@@ -9,6 +9,8 @@ from typing import NoReturn
 from manylora.adapter import shown
 from manylora.errors import InvalidAdapter
 
+_SAVE_AGAIN = "copy the file again, or save the adapter again with PEFT's save_pretrained"
+
 
 class _Refused(ValueError):
     """A construct that the standard parser would accept."""
@@ -21,11 +23,11 @@ def parse_object(data: bytes, where: str) -> dict[str, object]:
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
         )
     except RecursionError as error:
-        raise InvalidAdapter(f"{where} is nested too deeply") from error
+        raise InvalidAdapter(f"{where} is nested too deeply", _SAVE_AGAIN) from error
     except ValueError as error:  # bad UTF-8 and bad JSON are both ValueErrors
-        raise InvalidAdapter(f"{where} is not valid JSON: {shown(str(error), 160)}") from error
+        raise InvalidAdapter(f"{where} is not valid JSON: {shown(str(error), 160)}", _SAVE_AGAIN) from error
     if not isinstance(value, dict):
-        raise InvalidAdapter(f"{where} is not a JSON object")
+        raise InvalidAdapter(f"{where} is not a JSON object", _SAVE_AGAIN)
     return value
 
 

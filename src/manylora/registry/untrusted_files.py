@@ -60,7 +60,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         real, root = path.resolve(), folder.resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        raise InvalidAdapter(f"{shown(name)} cannot be read: {error}") from error
+        raise InvalidAdapter(f"{shown(name)} cannot be read: {error}", "check the path and its links") from error
     if real.parent != root:
         raise InvalidAdapter(
             f"{shown(name)} is a link that leaves the folder",
