@@ -82,11 +82,12 @@ def test_canary(seeded: Cli, peft: Peft) -> None:
     assert seeded("adapter", "list", "--json").json["adapters"][0]["aliases"] == {"live": 1}
 
 
-@pytest.mark.parametrize("share", ["5", "0%", "101%", "nan%", "%", "0.05", "five%"])
+@pytest.mark.parametrize("share", ["5", "0%", "101%", "nan%", "%", "0.05", "five%", "-1%", "-0.5%", "-x"])
 def test_a_share_is_a_percentage(seeded: Cli, share: str) -> None:
     outcome = seeded("adapter", "canary", "acme/support@v2", share)
     assert outcome.code == 3
-    assert "hint: write a percentage such as 5%" in outcome.err
+    assert f"error: '{share}' is not a share of the requests\n" in outcome.err
+    assert "hint: write a percentage above 0% and up to 100%, such as 5%, or off" in outcome.err
 
 
 @pytest.mark.parametrize("command", [("promote", "acme/support"), ("canary", "acme/support@live", "5%")])

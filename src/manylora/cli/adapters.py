@@ -163,7 +163,8 @@ def rollback(ctx: typer.Context, name: Name, as_json: Json = False) -> None:
     _tell_live(adapter, number, as_json)
 
 
-@app.command()
+# A negative share looks like an option; as an argument it gets the message that says what a share is.
+@app.command(context_settings={"ignore_unknown_options": True})
 def canary(
     ctx: typer.Context,
     which: Annotated[str, typer.Argument(metavar="NAME@vN", help="The version to try; NAME alone with `off`.")],
@@ -285,7 +286,10 @@ def _parse_share(text: str) -> float:
     except ValueError:
         percent = -1.0
     if not 0 < percent <= 100:
-        raise InvalidInput(f"'{shown(text)}' is not a share of the requests", "write a percentage such as 5%, or off")
+        raise InvalidInput(
+            f"'{shown(text)}' is not a share of the requests",
+            "write a percentage above 0% and up to 100%, such as 5%, or off",
+        )
     return percent / 100
 
 
