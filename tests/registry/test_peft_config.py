@@ -49,6 +49,30 @@ def test_a_plain_config() -> None:
     assert config.warnings == ()
 
 
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM", "FEATURE_EXTRACTION"])
+def test_tasks_to_which_peft_adds_nothing_but_lora(task: str | None) -> None:
+    assert parse(task_type=task).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("task", "remedy"),
+    [
+        ("SEQ_CLS", "classification head"),
+        ("TOKEN_CLS", "classification head"),
+        ("QUESTION_ANS", "span head"),
+        ("SEQ_2_SEQ_LM", "encoder-decoder"),
+        ("causal_lm", "give null or one of CAUSAL_LM, FEATURE_EXTRACTION"),
+        ("", "give null or one of"),
+        (["SEQ_CLS"], "give null or one of"),
+        (7, "give null or one of"),
+    ],
+)
+def test_other_tasks_are_refused(task: object, remedy: str) -> None:
+    with pytest.raises(InvalidAdapter, match="adapter_config.json: task_type is ") as caught:
+        parse(task_type=task, modules_to_save=["score"])
+    assert remedy in caught.value.hint
+
+
 def test_everything_that_peft_writes_by_default_is_known() -> None:
     unset = dict.fromkeys(UNSET_BY_DEFAULT)
     config = parse(

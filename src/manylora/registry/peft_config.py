@@ -41,7 +41,6 @@ _TRAINING_ONLY = frozenset(
         "qalora_group_size",
         "runtime_config",
         "target_modules",
-        "task_type",
     }
 )
 _READ = frozenset(
@@ -57,11 +56,20 @@ _READ = frozenset(
         "r",
         "rank_pattern",
         "revision",
+        "task_type",
         "use_rslora",
     }
 )
 # These initialisations leave the base model's weights alone; the others (PiSSA, OLoRA, CorDA, LoftQ) change them.
 _HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
+# With these, PEFT adds nothing to the base model but LoRA; feature extraction reads its hidden states (embeddings).
+_TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")
+_TASK_REMEDIES = {
+    "SEQ_CLS": "a classification head cannot be served; train with task_type='CAUSAL_LM', with the classes as words",
+    "TOKEN_CLS": "a classification head cannot be served; train with task_type='CAUSAL_LM', with the classes as words",
+    "QUESTION_ANS": "a span head cannot be served; train with task_type='CAUSAL_LM', with the answers as text",
+    "SEQ_2_SEQ_LM": "encoder-decoder models cannot be served; train a decoder-only model with task_type='CAUSAL_LM'",
+}
 _PLAIN = "train again with plain LoRA"
 # Field to (what it is, what to do). Refused wherever it is set to something that PEFT would act on.
 _UNSUPPORTED: Mapping[str, tuple[str, str]] = {
@@ -99,6 +107,7 @@ def parse_config(raw: Mapping[str, object]) -> PeftConfig:
     """Read a config; `InvalidAdapter` names the first field that is wrong or unsupported, and what to do."""
     if raw.get("peft_type") != "LORA":
         raise _invalid("peft_type", raw.get("peft_type"), "only LORA adapters can be served")
+    _refuse_other_task(raw)
     _refuse_unsupported(raw)
     return PeftConfig(
         lora_rank=_rank("r", raw.get("r")),
@@ -158,6 +167,14 @@ def _check_pattern(field: str, key: str) -> None:
 
 
 # --- single fields --------------------------------------------------------------------------------------------------
+
+
+def _refuse_other_task(raw: Mapping[str, object]) -> None:
+    task = raw.get("task_type")
+    if task is None or task in _TASKS:
+        return
+    known = _TASK_REMEDIES.get(task) if isinstance(task, str) else None
+    raise _invalid("task_type", task, known or f"give null or one of {', '.join(_TASKS)}")
 
 
 def _refuse_unsupported(raw: Mapping[str, object]) -> None:
