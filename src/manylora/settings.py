@@ -107,11 +107,16 @@ class _Reader:
         return int(text)
 
     def seconds(self, name: str, default: float) -> float:
-        text = self.text(name, str(default))
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 < value < 1e9:
-            raise InvalidSettings(f"{PREFIX}{name.upper()}={text!r}", "give a positive number of seconds")
-        return value
+        return read_seconds(self._env, PREFIX + name.upper(), default)
+
+
+def read_seconds(env: Mapping[str, str], variable: str, default: float) -> float:
+    """A number of seconds from the environment; unset and empty mean the default."""
+    text = env.get(variable) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise InvalidSettings(f"{variable}={text!r}", "give a positive number of seconds")
+    return value

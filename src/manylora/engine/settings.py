@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora.errors import InvalidSettings
+from manylora.settings import read_seconds
 
 DISK_TIER = "MANYLORA_ENGINE_DISK_TIER"
 ADMISSION_WAIT_S = "MANYLORA_ENGINE_ADMISSION_WAIT_S"
@@ -35,18 +35,7 @@ class EngineSettings:
         tier = source.get(DISK_TIER)
         return cls(
             disk_tier=Path(tier) if tier else None,
-            admission_wait_s=_seconds(source, ADMISSION_WAIT_S, 30.0),
-            load_timeout_s=_seconds(source, LOAD_TIMEOUT_S, 60.0),
+            admission_wait_s=read_seconds(source, ADMISSION_WAIT_S, 30.0),
+            load_timeout_s=read_seconds(source, LOAD_TIMEOUT_S, 60.0),
             allow_untested_vllm=source.get(ALLOW_UNTESTED_VLLM, "") in {"1", "true", "yes"},
         )
-
-
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name) or str(default)
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e6:
-        raise InvalidSettings(f"{name}={text!r}", "give a positive number of seconds")
-    return value
