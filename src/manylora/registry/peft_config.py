@@ -152,13 +152,20 @@ def _patterns(raw: Mapping[str, object], field: str, read: Callable[[str, object
     return {key: read(f"{field}['{shown(key)}']", item) for key, item in value.items()}
 
 
-def _check_pattern(field: str, key: str) -> None:
-    """Refuse a key that is no regular expression, or whose matching could take for ever.
+def is_cheap_pattern(pattern: str) -> bool:
+    """Whether the shape of a regular expression shows that no name can make matching it slow.
 
     What explodes is backtracking into repeated or overlapping groups, so those stay few; module names need no more.
     """
-    bare = _CLASS.sub("C", _ESCAPE.sub("E", key.replace("(?:", "(")))
-    if len(key) > _MAX_PATTERN_CHARS or _RISKY.search(bare) or sum(map(bare.count, "*+?{")) > 2 or bare.count("(") > 2:
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        return False
+    bare = _CLASS.sub("C", _ESCAPE.sub("E", pattern.replace("(?:", "(")))
+    return not _RISKY.search(bare) and sum(map(bare.count, "*+?{")) <= 2 and bare.count("(") <= 2
+
+
+def _check_pattern(field: str, key: str) -> None:
+    """Refuse a key that is no regular expression, or whose matching could take for ever."""
+    if not is_cheap_pattern(key):
         raise _invalid(field, key, "use plain module names, or patterns with at most two groups and two repetitions")
     try:
         re.compile(rf"(.*\.)?({key})$")

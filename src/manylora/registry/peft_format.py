@@ -21,6 +21,7 @@ from manylora.peft_config import CONFIG_FILE, WEIGHTS_FILE, digest_state, match_
 from manylora.registry.peft_config import PeftConfig, canonical_bytes, parse_config
 from manylora.registry.safetensors_header import Header, Limits, TensorInfo, read_header
 from manylora.registry.strict_json import parse_object
+from manylora.registry.target_modules import unselected
 from manylora.registry.untrusted_files import FileStamp, inside, is_folder, open_plain, stamp
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -247,13 +248,7 @@ def _refuse_ambiguous_patterns(config: PeftConfig, paths: Mapping[str, object]) 
 
 def _selection_warnings(config: PeftConfig, modules: Mapping[str, LoraModule]) -> tuple[str, ...]:
     """Tensors that PEFT itself would leave out, because the config does not select their module."""
-    names = config.target_modules
-    outside = [
-        path
-        for path, module in modules.items()
-        if (isinstance(names, tuple) and not any(path == name or path.endswith(f".{name}") for name in names))
-        or (config.layers_to_transform is not None and module.layer not in (None, *config.layers_to_transform))
-    ]
+    outside = unselected(config, {path: module.layer for path, module in modules.items()})
     if not outside:
         return ()
     return (
