@@ -87,6 +87,21 @@ def test_embeddings_and_lm_head(make: Make) -> None:
     assert adapter.base_copies == {"lm_head": (40, 16)}
 
 
+def test_a_snapshot_of_the_hub_is_read_as_it_is(make: Make, tmp_path: Path) -> None:
+    plain = make()
+    blobs, snapshot = (tmp_path / "models--acme--support" / name for name in ("blobs", "snapshots/0a1b"))
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(plain.iterdir())):
+        (blobs / f"{number:040x}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    found = read(snapshot)
+    assert found.config_bytes == read(plain).config_bytes
+    assert digest(found.config_bytes, found.weights) == digest(found.config_bytes, read(plain).weights)
+    (blobs / f"{1:040x}").write_bytes(b"\0" * 100)
+    refused(snapshot, "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize("selected", ["all-linear", r".*\.(q|v)_proj", None, ["q_proj", "v_proj", "absent"]])
 def test_any_kind_of_target_modules(make: Make, selected: Any) -> None:
     assert read(make(target_modules=selected)).warnings == ()

@@ -198,7 +198,7 @@ def _checked(digest: str, config: bytes, weights: Path, progress: Progress | Non
                 progress(done, total)
             yield chunk
     if found.hexdigest() != digest:
-        raise InvalidAdapter(f"{weights.name} changed while it was read", "wait until it is written, then push again")
+        raise InvalidAdapter(f"{WEIGHTS_FILE} changed while it was read", "wait until it is written, then push again")
 
 
 def _key(digest: str, name: str) -> str:

@@ -48,13 +48,13 @@ _FORMATS = {
 }
 
 
-def check_finite(path: Path, header: Header) -> None:
-    """Scan every tensor of the file; `InvalidAdapter` names the first NaN, infinity or absurdly large number."""
+def check_finite(path: Path, header: Header, *, name: str = "") -> None:
+    """Scan every tensor of a file (called `name`); `InvalidAdapter` names the first NaN, infinity or far too large number."""
     with open_plain(path) as file:
         for tensor in header.tensors:
             for position, chunk in _chunks(file, header.data_offset + tensor.begin, tensor.size_bytes):
                 if _any_refused(chunk, tensor.dtype):
-                    raise _refusal(path.name, tensor, position, chunk)
+                    raise _refusal(name or path.name, tensor, position, chunk)
 
 
 def _chunks(file: BinaryIO, offset: int, size_bytes: int) -> Iterator[tuple[int, bytes]]:

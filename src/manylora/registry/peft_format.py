@@ -105,7 +105,7 @@ def read_peft_folder(folder: Path, *, max_bytes: int) -> PeftAdapter:
     _refuse_pickle(folder)
     weights = inside(folder, WEIGHTS_FILE)
     weights_stamp = stamp(weights)
-    header = read_header(weights, Limits(max_file_bytes=max_bytes))
+    header = read_header(weights, Limits(max_file_bytes=max_bytes), name=WEIGHTS_FILE)
     modules, base_copies = _modules(header, config)
     return PeftAdapter(
         folder=folder,

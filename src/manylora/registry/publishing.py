@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manylora.adapter import CANARY, ENGINE_DIGEST_CHARS, LIVE, AdapterName
 from manylora.errors import Conflict, InvalidAdapter, InvalidInput
+from manylora.peft_config import WEIGHTS_FILE
 from manylora.registry import adapters, aliases, journal, tenants
 from manylora.registry.base_model import BaseModel
 from manylora.registry.compatibility import check
@@ -41,10 +42,10 @@ def check_folder(folder: Path, base: BaseModel, *, max_bytes: int, force: bool) 
     warnings = tuple(check(adapter, base))
     if warnings and not force:
         raise InvalidAdapter("; ".join(warnings), "if you are sure that it fits, push it with --force")
-    check_finite(adapter.weights, adapter.header)
+    check_finite(adapter.weights, adapter.header, name=WEIGHTS_FILE)
     found = digest(adapter.config_bytes, adapter.weights)
     if stamp(adapter.weights) != adapter.weights_stamp:
-        raise InvalidAdapter(f"{adapter.weights.name} changed while it was read", "push it again once it is written")
+        raise InvalidAdapter(f"{WEIGHTS_FILE} changed while it was read", "push it again once it is written")
     return Checked(adapter, found, warnings)
 
 

@@ -68,16 +68,16 @@ class Header:
     file_bytes: int
 
 
-def read_header(path: Path, limits: Limits | None = None) -> Header:
-    """Read and check the header of `path`; `InvalidAdapter` says what is wrong with which tensor."""
-    limits = limits or Limits()
+def read_header(path: Path, limits: Limits | None = None, *, name: str = "") -> Header:
+    """Read and check the header of `path` (called `name`); `InvalidAdapter` says what is wrong with which tensor."""
+    limits, name = limits or Limits(), name or path.name
     with open_plain(path, follow_links=limits.follow_links) as file:
         file_bytes = os.fstat(file.fileno()).st_size
-        length = _header_length(file.read(LENGTH_BYTES), file_bytes, path.name, limits)
+        length = _header_length(file.read(LENGTH_BYTES), file_bytes, name, limits)
         text = file.read(length)
     if len(text) != length:
-        raise InvalidAdapter(f"{path.name} ends within its header", "copy the file again")
-    return parse_header(text, file_bytes, path.name, limits)
+        raise InvalidAdapter(f"{name} ends within its header", "copy the file again")
+    return parse_header(text, file_bytes, name, limits)
 
 
 def parse_header(text: bytes, file_bytes: int, where: str, limits: Limits) -> Header:

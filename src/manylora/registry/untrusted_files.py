@@ -1,7 +1,8 @@
 """Opening files that someone else wrote: plain files only, never through a link that leaves the folder, never blocking.
 
 The caller may be a gateway reading a path that came in a request, so a name, a link or a device that could lead it
-elsewhere is refused rather than followed.
+elsewhere is refused rather than followed. One kind of link is no surprise: in a cache of the Hugging Face hub, the
+files of `models--*/snapshots/<revision>` are links to `models--*/blobs`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,18 @@ def open_plain(path: Path, *, follow_links: bool = False) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InvalidAdapter(f"{shown(path.name)} is not a plain file", "put the file itself in the folder")
+    if not follow_links and _was_led_elsewhere(descriptor, path):
+        os.close(descriptor)
+        raise InvalidAdapter(
+            f"{shown(path.name)} is not where it was found: a folder above it was moved, or became a link",
+            "push it again when nothing else changes its folder",
+        )
     return os.fdopen(descriptor, "rb")
+
+
+def _was_led_elsewhere(descriptor: int, path: Path) -> bool:
+    """Whether what was opened lies at another place than `path`, by the kernel's own account of the open file."""
+    return Path(f"/proc/self/fd/{descriptor}").readlink() != path.absolute()
 
 
 def stamp(path: Path) -> FileStamp:
@@ -55,18 +67,27 @@ def is_folder(path: Path) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The real path of `folder/name`, or `InvalidAdapter` where it is a link that leaves the folder."""
+    """The real path of `folder/name`; `InvalidAdapter` where it is a link that leaves the folder or hub cache."""
     path = folder / name
     try:
         real, root = path.resolve(), folder.resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise InvalidAdapter(f"{shown(name)} cannot be read: {error}", "check the path and its links") from error
-    if real.parent != root:
+    if real.parent != root and real.parent != _hub_blobs(root):
         raise InvalidAdapter(
             f"{shown(name)} is a link that leaves the folder",
             "copy the folder with its links resolved (`cp -rL`) and push the copy",
         )
     return real
+
+
+def _hub_blobs(root: Path) -> Path | None:
+    """Where the links of a snapshot in a hub cache lead: the blobs of the same repository."""
+    for snapshot in (root, *root.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return repository / "blobs"
+    return None
 
 
 def _refusal(path: Path, error: OSError) -> InvalidAdapter:
