@@ -7,7 +7,7 @@ Llama-like architectures follow from `config.json`. Nothing is fetched: a hub id
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +59,7 @@ def describe(
 
     It is called `name`, else the hub id, else the folder's name.
     """
-    folder = Path(model).expanduser()
-    if not is_folder(folder):
-        folder = _cached_snapshot(str(model), cache or _default_cache())
-    folder = folder.resolve()
+    folder = _folder(model, cache)
     config = _read_json(folder / "config.json")
     modules = _modules(folder, config)
     hub_id, revision = _hub_identity(folder)
@@ -72,9 +69,45 @@ def describe(
         modules=modules,
         revision=revision,
         vocab_size=_vocab_size(config, modules),
-        source=str(model),
+        source=str(Path(model).expanduser().absolute()) if is_folder(Path(model).expanduser()) else str(model),
         aliases=aliases,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor's bytes lie."""
+
+    file: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def find_weights(base: BaseModel, modules: Collection[str]) -> dict[str, StoredTensor]:
+    """The weights of these modules in a base model's files; those that are not on this machine are left out."""
+    try:
+        folder = _folder(base.source, None)
+        if _hub_identity(folder)[1] != base.revision:
+            return {}  # the cache holds another commit by now
+        wanted = {f"{module}.weight": module for module in modules}
+        return {
+            wanted[tensor.name]: StoredTensor(file, header.data_offset + tensor.begin, tensor.dtype, tensor.shape)
+            for file in _weight_files(folder)
+            for header in [read_header(file, _WIDE)]
+            for tensor in header.tensors
+            if tensor.name in wanted
+        }
+    except (InvalidInput, InvalidAdapter):
+        return {}
+
+
+def _folder(model: str | Path, cache: Path | None) -> Path:
+    """The real folder of a base model that was given as a folder or hub id."""
+    folder = Path(model).expanduser()
+    if not is_folder(folder):
+        folder = _cached_snapshot(str(model), cache or _default_cache())
+    return folder.resolve()
 
 
 def _default_cache() -> Path:

@@ -26,8 +26,8 @@ def check(adapter: PeftAdapter, base: BaseModel) -> list[str]:
     _refuse_unknown(adapter, base)
     for module in adapter.modules.values():
         _check_shape(module, base)
-    for path, shape in adapter.base_copies.items():
-        _check_copy(path, shape, base)
+    for path, copy in adapter.base_copies.items():
+        _check_copy(path, copy.shape, base)
     return [*adapter.warnings, *_origin_warnings(adapter.config, base)]
 
 
@@ -85,7 +85,7 @@ def _check_shape(module: LoraModule, base: BaseModel) -> None:
 
 
 def _check_copy(path: str, shape: tuple[int, ...], base: BaseModel) -> None:
-    """PEFT saves a copy of the base weights beside LoRA on embeddings. The engine keeps its own, of the same shape."""
+    """PEFT saves a copy of the base weights beside LoRA on embeddings; `base_copies` compares what they hold."""
     expected = base.modules.get(path)
     if expected != shape:
         raise InvalidAdapter(

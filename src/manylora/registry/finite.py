@@ -49,7 +49,7 @@ _FORMATS = {
 
 
 def check_finite(path: Path, header: Header, *, name: str = "") -> None:
-    """Scan every tensor of a file (called `name`); `InvalidAdapter` names the first NaN, infinity or far too large number."""
+    """Scan all tensors of a file (called `name`); `InvalidAdapter` names the first NaN, infinity or huge number."""
     with open_plain(path) as file:
         for tensor in header.tensors:
             for position, chunk in _chunks(file, header.data_offset + tensor.begin, tensor.size_bytes):

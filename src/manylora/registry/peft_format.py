@@ -77,8 +77,8 @@ class PeftAdapter:
     config_bytes: bytes
     header: Header
     modules: Mapping[str, LoraModule]
-    base_copies: Mapping[str, tuple[int, ...]]
-    """Copies of base weights that PEFT saved along (for `lm_head` and embeddings), by module: their shapes."""
+    base_copies: Mapping[str, TensorInfo]
+    """Copies of base weights that PEFT saved along (for `lm_head` and embeddings), by module."""
     warnings: tuple[str, ...]
     """Doubts that a person may overrule."""
 
@@ -155,15 +155,15 @@ def _refuse_pickle(folder: Path) -> None:
 # --- tensors to modules ---------------------------------------------------------------------------------------------
 
 
-def _modules(header: Header, config: PeftConfig) -> tuple[dict[str, LoraModule], dict[str, tuple[int, ...]]]:
+def _modules(header: Header, config: PeftConfig) -> tuple[dict[str, LoraModule], dict[str, TensorInfo]]:
     parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-    copies: dict[str, tuple[int, ...]] = {}
+    copies: dict[str, TensorInfo] = {}
     for tensor in header.tensors:
         name = _without_prefix(tensor.name)
         if match := _PART.fullmatch(name):
             parts[match[1]][_part_key(match)] = tensor
         elif copy := _COPY_OF_BASE.fullmatch(name):
-            copies[copy[1]] = tensor.shape
+            copies[copy[1]] = tensor
         else:
             raise _unknown_tensor(tensor.name)
     if not parts:

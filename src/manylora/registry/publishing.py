@@ -14,6 +14,7 @@ from manylora.adapter import CANARY, ENGINE_DIGEST_CHARS, LIVE, AdapterName
 from manylora.errors import Conflict, InvalidAdapter, InvalidInput
 from manylora.peft_config import WEIGHTS_FILE
 from manylora.registry import adapters, aliases, journal, tenants
+from manylora.registry.base_copies import check_base_copies
 from manylora.registry.base_model import BaseModel
 from manylora.registry.compatibility import check
 from manylora.registry.connection import Connection, utc_now
@@ -39,7 +40,7 @@ class Checked:
 def check_folder(folder: Path, base: BaseModel, *, max_bytes: int, force: bool) -> Checked:
     """Run every check on a folder; warnings refuse it too, unless forced."""
     adapter = read_peft_folder(folder, max_bytes=max_bytes)
-    warnings = tuple(check(adapter, base))
+    warnings = (*check(adapter, base), *check_base_copies(adapter, base))
     if warnings and not force:
         raise InvalidAdapter("; ".join(warnings), "if you are sure that it fits, push it with --force")
     check_finite(adapter.weights, adapter.header, name=WEIGHTS_FILE)
