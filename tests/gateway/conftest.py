@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -20,6 +22,12 @@ from manylora.gateway.app import create_app
 from manylora.gateway.server import bind
 from manylora.settings import Settings
 from manylora.tiers.disk import DiskTier
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], AbstractEventLoop]]:
+    """The event loop that a gateway runs on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

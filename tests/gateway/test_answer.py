@@ -59,6 +59,32 @@ def test_any_chunks_give_the_same_events(texts: list[str], sizes: list[int]) -> 
     assert [part["model"] for part in payloads(out.removeprefix(b": ping\n\n"))] == [ASKED] * (len(texts) + 1)
 
 
+_PIECES = st.sampled_from(
+    [b"data: ", b"data:", b"\n", b"\n\n", b"\r\n\r\n", b"\r", b"x", b": ping", b"[DONE]", event()[:-2], event(), b"{"]
+)
+
+
+@given(st.lists(st.lists(_PIECES, max_size=6), max_size=6))
+def test_the_usual_form_is_no_other_language(chunks: list[list[bytes]]) -> None:
+    quick, slow = stream(), stream()
+    for chunk in map(b"".join, chunks):
+        assert quick.feed(chunk) == slow._split(chunk)
+        assert (quick.done, quick.failed) == (slow.done, slow.failed)
+        if quick.failed is not None:
+            return
+
+
+def test_an_engine_may_spell_the_name_otherwise() -> None:
+    escaped = json.dumps(ENGINE).replace("/", "\\/").encode()
+    restored, _ = NAMING.restore(b'{"model": ' + escaped + b"}")
+    assert json.loads(restored) == {"model": ASKED}
+    with pytest.raises(Refusal):
+        NAMING.restore(b'{"model": ' + escaped.replace(b"v7", b"v8") + b"}")
+    twice = b'{"model":"%s","model":"Tiny-Base"}' % ENGINE.encode()
+    with pytest.raises(Refusal):
+        NAMING.restore(twice)
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 def test_other_forms_of_events(end: bytes) -> None:
     half = json.dumps({"model": ENGINE, "n": 1}).encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import openai
 import pytest
 from gateway_fakes import BASE, FakeEngine, engine_error, engine_server, event_of, pieces, running, stream_of, whole_of
 from gateway_world import ADMIN_KEY, KEY, World
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from manylora.errors import CorruptBlob, Unavailable
 
 HI: Any = [{"role": "user", "content": "hi"}]
+BEARER = {"authorization": f"Bearer {KEY}"}
 
 
 def events(text: str) -> list[str]:
@@ -243,6 +245,48 @@ def test_a_client_that_leaves_takes_the_engines_request_along(world: World, stre
     assert world.engine.closed_at and world.engine.closed_at[0] - left < 1
     world.engine.behaviour = None
     assert world.chat("support").status_code == 200
+
+
+def long_stream(world: World, events: int, size: int) -> None:
+    def behaviour(request: Any, body: dict[str, Any]) -> Any:
+        async def send() -> AsyncIterator[bytes]:
+            try:
+                for _ in range(events):
+                    yield event_of(body, "x" * size)
+                yield b"data: [DONE]\n\n"
+            finally:
+                world.engine.closed_at.append(time.monotonic())
+
+        return StreamingResponse(send(), media_type="text/event-stream")
+
+    world.engine.behaviour = behaviour
+
+
+def test_a_client_that_reads_slowly_gets_everything(world: World) -> None:
+    long_stream(world, events=400, size=50_000)
+    body = {"model": "support", "messages": HI, "stream": True}
+    with world.client.stream("POST", "/v1/chat/completions", json=body, headers=BEARER) as answer:
+        chunks = answer.iter_text()
+        text = next(chunks)
+        time.sleep(1)
+        assert not world.engine.closed_at, "the engine was read although the client reads nothing"
+        text += "".join(chunks)
+    *said, done = events(text)
+    assert done == "[DONE]" and len(said) == 400
+    assert {json.loads(chunk)["choices"][0]["delta"]["content"] for chunk in said} == {"x" * 50_000}
+
+
+@pytest.mark.parametrize("settings_changes", [{"upstream_timeout_s": 0.5}], indirect=True)
+def test_a_client_that_reads_nothing_is_given_up(world: World) -> None:
+    long_stream(world, events=400, size=50_000)
+    body = {"model": "support", "messages": HI, "stream": True}
+    with world.client.stream("POST", "/v1/chat/completions", json=body, headers=BEARER) as answer:
+        next(answer.iter_raw())
+        started = time.monotonic()
+        while not world.engine.closed_at and time.monotonic() < started + 5:
+            time.sleep(0.01)
+        assert world.engine.closed_at and world.engine.closed_at[0] - started < 3
+    assert "manylora:gateway_client_departures_total 1.0" in world.get("/metrics").text
 
 
 # ---- an engine that fails

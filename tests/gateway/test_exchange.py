@@ -10,7 +10,7 @@ import pytest
 from gateway_fakes import event_of, pieces
 from gateway_world import KEY, World
 
-from manylora.gateway.exchange import ExchangeLog
+from manylora.gateway.exchange import ExchangeLog, Ledger
 from manylora.gateway.metrics import GatewayMetrics
 from manylora.telemetry import JsonFormatter
 
@@ -66,7 +66,7 @@ async def test_what_no_code_expected_is_a_plain_500(caplog: pytest.LogCaptureFix
         sent.append(message)
 
     metrics = GatewayMetrics()
-    app = ExchangeLog(broken, metrics)  # type: ignore[arg-type]
+    app = ExchangeLog(broken, Ledger(metrics))  # type: ignore[arg-type]
     await app({"type": "http", "headers": []}, None, send)  # type: ignore[arg-type]
     assert sent[0]["status"] == 500
     assert json.loads(sent[1]["body"])["error"]["code"] == "internal_error"  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
-from starlette.datastructures import Headers
 
 from manylora.adapter import Selector
 from manylora.errors import InvalidName, NotFound, PermissionDenied, Unauthenticated
@@ -51,6 +50,7 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class _Route:
     version: Version
+    engine_model: str
     splits: bool
     """Whether the caller's stickiness decides between two versions."""
 
@@ -64,10 +64,10 @@ class Admission:
         self._changes = changes
         self._base_model_name = base_model_name
         self._principals: SnapshotCache[bytes, Principal] = SnapshotCache(MAX_KEYS)
-        self._routes: SnapshotCache[tuple[str, Selector, str], _Route] = SnapshotCache(MAX_ROUTES)
+        self._routes: SnapshotCache[tuple[str, str, str], _Route] = SnapshotCache(MAX_ROUTES)
         self._lists: SnapshotCache[str, list[AdapterInfo]] = SnapshotCache(MAX_LISTS)
 
-    async def authenticate(self, headers: Headers) -> Caller:
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """The caller behind the request's key; raises `Unauthenticated`."""
         key = key_of(headers)
         if key is None:
@@ -82,7 +82,7 @@ class Admission:
             self._principals.put(seq, key_hash, principal)
         return Caller(principal, seq)
 
-    async def authenticate_admin(self, headers: Headers) -> Caller:
+    async def authenticate_admin(self, headers: Mapping[str, str]) -> Caller:
         """As `authenticate`; raises `PermissionDenied` for a key that may not manage."""
         caller = await self.authenticate(headers)
         if not caller.principal.is_admin:
@@ -94,15 +94,14 @@ class Admission:
         if model == self._base_model_name:
             return Target(model, model)
         try:
-            selector = Selector.parse(model, default_tenant=caller.principal.tenant)
-            route = await self._route(caller, selector, "")
+            route = await self._route(caller, model, "")
             if route.splits:
-                route = await self._route(caller, selector, sticky())
+                route = await self._route(caller, model, sticky())
         except (InvalidName, NotFound):
             raise model_not_found(model) from None
         if route.version.base_model != self._base_model_name:
             raise model_not_found(model)
-        return Target(model, route.version.ref.engine_name, route.version)
+        return Target(model, route.engine_model, route.version)
 
     async def visible(self, caller: Caller) -> list[AdapterInfo]:
         """The adapters of this base model that the caller may use."""
@@ -114,11 +113,12 @@ class Admission:
             self._lists.put(caller.seq, tenant, adapters)
         return adapters
 
-    async def _route(self, caller: Caller, selector: Selector, sticky: str) -> _Route:
-        key = (caller.principal.tenant, selector, sticky)
+    async def _route(self, caller: Caller, model: str, sticky: str) -> _Route:
+        key = (caller.principal.tenant, model, sticky)
         route = self._routes.get(caller.seq, key)
         if route is None:
-            route = await self._threads.call(self._look_up, *key)
+            selector = Selector.parse(model, default_tenant=caller.principal.tenant)
+            route = await self._threads.call(self._look_up, caller.principal.tenant, selector, sticky)
             self._routes.put(caller.seq, key, route)
         return route
 
@@ -126,10 +126,10 @@ class Admission:
         version = self._catalog.resolve(tenant, selector, sticky=sticky)
         follows = selector.number is None and selector.alias is None
         splits = follows and self._catalog.adapter(selector.adapter).canary_weight > 0
-        return _Route(version, splits)
+        return _Route(version, version.ref.engine_name, splits)
 
 
-def key_of(headers: Headers) -> str | None:
+def key_of(headers: Mapping[str, str]) -> str | None:
     """The API key that a request carries: `Authorization: Bearer`, else `x-api-key`."""
     authorization = headers.get("authorization")
     if authorization is not None:
@@ -140,7 +140,7 @@ def key_of(headers: Headers) -> str | None:
     return key if key and len(key) <= KEY_MAX_CHARS and key.isascii() else None
 
 
-def stickiness(tenant: str, headers: Headers, fields: Mapping[str, msgspec.Raw]) -> str:
+def stickiness(tenant: str, headers: Mapping[str, str], fields: Mapping[str, msgspec.Raw]) -> str:
     """What keeps a conversation on one side of a canary: its session id, else how it began."""
     session = headers.get("x-session-id")
     start = session.encode() if session else b"".join(_conversation_start(fields))

@@ -8,7 +8,7 @@ have come from other weights.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -37,22 +37,29 @@ class Naming:
     asked: str
     strict: bool
     """Whether any other name is refused; the base model may have several."""
+    _expected: msgspec.Raw = field(init=False, repr=False)
+    """The engine's name as it is usually written. Another spelling is decoded and compared then."""
+    _restored: msgspec.Raw = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_expected", msgspec.Raw(_encode(self.engine_model)))
+        object.__setattr__(self, "_restored", msgspec.Raw(_encode(self.asked)))
 
     def restore(self, payload: bytes | bytearray) -> tuple[bytes, msgspec.Raw | None]:
         """A JSON object under the client's name, and its `error` if it has one."""
         try:
             fields = _decode(payload)
-            named = _decode_text(fields["model"]) if "model" in fields else None
+            model = fields["model"] if "model" in fields else None  # noqa: SIM401 (this is the hot path)
+            named = model if model is None or model == self._expected else _decode_text(model)
         except (msgspec.DecodeError, RecursionError):
             raise Refusal(UNREADABLE) from None
-        error = fields.get("error")
-        if error is not None and bytes(error) != _NULL:
+        if "error" in fields and bytes(error := fields["error"]) != _NULL:
             return bytes(payload), error
         if named is None:
             return bytes(payload), None
-        if named != self.engine_model and self.strict:
+        if named is not model and named != self.engine_model and self.strict:
             raise Refusal(WRONG_VERSION)
-        fields["model"] = msgspec.Raw(_encode(self.asked))
+        fields["model"] = self._restored
         return _encode(fields), None
 
 
@@ -72,6 +79,21 @@ class EventStream:
         self.failed: Problem | None = None
 
     def feed(self, chunk: bytes) -> bytes:
+        if self._buffer or chunk[-2:] != b"\n\n" or chunk[-3:-2] == b"\n" or b"\r" in chunk:
+            return self._split(chunk)
+        # Whole events with the usual line ends, which is how they nearly always come.
+        if b"\n\n" not in chunk[:-2]:
+            return self._checked(chunk[:-2])
+        out: list[bytes] = []
+        events = chunk.split(b"\n\n")
+        events.pop()
+        for event in events:
+            out.append(self._checked(event))
+            if self.failed is not None:
+                break
+        return b"".join(out)
+
+    def _split(self, chunk: bytes) -> bytes:
         buffer = self._buffer
         buffer += chunk
         out: list[bytes] = []
@@ -88,23 +110,23 @@ class EventStream:
 
     def _checked(self, event: bytes) -> bytes:
         try:
+            if event[:6] == b"data: " and b"\n" not in event and b"\r" not in event:
+                return self._data(event[6:])
             return self._event(event)
         except Refusal as refusal:
             self.failed = refusal.problem
             return b""
 
     def _event(self, event: bytes) -> bytes:
-        if event.startswith(b"data: ") and b"\n" not in event and b"\r" not in event:
-            return self._data(event[6:], event)
         lines = [line for line in _LINE_END.split(event) if line]
         data = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
         if not data:
             return event + b"\n\n"
         others = [line + b"\n" for line in lines if not line.startswith(b"data:")]
-        return b"".join(others) + self._data(b"\n".join(data), event)
+        return b"".join(others) + self._data(b"\n".join(data))
 
-    def _data(self, payload: bytes, event: bytes) -> bytes:
-        if payload.strip() == _DONE:
+    def _data(self, payload: bytes) -> bytes:
+        if payload[:1] != b"{" and payload.strip() == _DONE:
             self.done = True
             return b"data: [DONE]\n\n"
         restored, error = self._naming.restore(payload)

@@ -6,9 +6,9 @@ A path that is not listed here does not exist, whatever the engine may have unde
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,13 +18,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.errors import ManyloraError
 from manylora.gateway.admission import Admission
 from manylora.gateway.completions import Generation, Parts
 from manylora.gateway.drain import Drain
 from manylora.gateway.engine_client import EngineClient
-from manylora.gateway.exchange import ExchangeLog, exchange_of
+from manylora.gateway.exchange import ExchangeLog, Ledger, exchange_of
 from manylora.gateway.fetch import Fetcher
 from manylora.gateway.health import Health
 from manylora.gateway.lora_api import LoraApi
@@ -34,39 +35,57 @@ from manylora.gateway.problems import NO_SUCH_PATH, WRONG_METHOD, problem_of
 from manylora.gateway.registry_threads import ChangeWatch, Threads
 from manylora.registry.catalog import Catalog
 from manylora.settings import Settings
-from manylora.telemetry import fields
 from manylora.tiers.disk import DiskTier
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 REGISTRY_THREADS = 4
 
-logger = logging.getLogger(__name__)
+
+class GatewayApp:
+    """The routes that generate, called directly, and everything else, which Starlette leads to its place.
+
+    Its parts are made when the server starts it (ASGI lifespan), in the server's event loop; from then on `drain` is
+    the `Drain` by which the server announces the end.
+    """
+
+    def __init__(self) -> None:
+        self.drain: Drain | None = None
+        self.generation: dict[str, Generation] = {}
+        self.others: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self.generation.get(scope["path"]) if scope["type"] == "http" else None
+        if generation is not None and scope["method"] == "POST":
+            await generation(scope, receive, send)
+        else:
+            await self.others(scope, receive, send)
 
 
 def create_app(
     settings: Settings, catalog: Catalog, disk_tier: DiskTier, engine_socket: Path, base_model_name: str
-) -> Starlette:
+) -> GatewayApp:
     """The application; `base_model_name` is both what the engine serves the base model as and its name in the registry.
 
-    Its parts are made when the server starts it (ASGI lifespan), in the server's event loop; `app.state.drain` is then
-    the `Drain` by which the server announces the end. The caller closes the catalog.
+    The caller closes the catalog.
     """
+    gateway = GatewayApp()
     metrics = GatewayMetrics()
+    ledger = Ledger(metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with _parts(settings, catalog, disk_tier, engine_socket, base_model_name, metrics) as (routes, drain):
-            app.state.drain = drain
-            app.router.routes[:] = routes
+        async with _parts(settings, catalog, disk_tier, engine_socket, base_model_name, metrics, ledger) as parts:
+            gateway.drain, gateway.generation, app.router.routes[:] = parts
             yield
 
     app = Starlette(
         lifespan=lifespan,
-        middleware=[Middleware(ExchangeLog, metrics=metrics)],
-        exception_handlers={ManyloraError: _on_error, HTTPException: _on_routing},
+        middleware=[Middleware(ExchangeLog, ledger=ledger)],
+        exception_handlers={ManyloraError: partial(_on_error, ledger=ledger), HTTPException: _on_routing},
     )
     app.router.redirect_slashes = False
-    return app
+    gateway.others = app
+    return gateway
 
 
 @contextlib.asynccontextmanager
@@ -77,25 +96,32 @@ async def _parts(
     engine_socket: Path,
     base_model_name: str,
     metrics: GatewayMetrics,
-) -> AsyncIterator[tuple[list[BaseRoute], Drain]]:
+    ledger: Ledger,
+) -> AsyncIterator[tuple[Drain, dict[str, Generation], list[BaseRoute]]]:
     """Everything that lives as long as the server does, and the routes into it."""
     drain = Drain()
     async with contextlib.AsyncExitStack() as stack:
         threads = _closing(stack, Threads("registry", REGISTRY_THREADS))
         changes = _closing(stack, ChangeWatch(catalog, inline=settings.database_url.startswith("sqlite")))
-        engine = EngineClient(engine_socket, settings.upstream_timeout_s, metrics)
-        stack.push_async_callback(engine.close)
+        engine = _closing(stack, EngineClient(engine_socket, settings.upstream_timeout_s, metrics))
         fetcher = _closing(stack, Fetcher(catalog, disk_tier, metrics, settings.upstream_timeout_s))
         admission = Admission(catalog, threads, changes, base_model_name)
         lora = _closing(stack, LoraApi(settings, catalog, admission, fetcher, engine, base_model_name))
         models = ModelsApi(admission, base_model_name, datetime.now(UTC))
         health = Health(engine, changes, drain, admission, metrics)
-        parts = Parts(settings, admission, fetcher, engine, drain, metrics)
-        yield [*_generation(parts), *_others(models, lora, health)], drain
+        parts = Parts(settings, admission, fetcher, engine, drain, metrics, ledger)
+        generation = {path: Generation(path, parts) for path in GENERATION_PATHS}
+        yield drain, generation, [*_wrong_methods(), *_others(models, lora, health)]
 
 
-def _generation(parts: Parts) -> list[BaseRoute]:
-    return [Route(path, Generation(path, parts), methods=["POST"]) for path in GENERATION_PATHS]
+def _wrong_methods() -> list[BaseRoute]:
+    """The routes that generate, for other methods than theirs."""
+    return [Route(path, _no_such_path, methods=["POST"]) for path in GENERATION_PATHS]
+
+
+async def _no_such_path(request: Request) -> Response:
+    """Reached by a POST only where Starlette takes a path for another one that it resembles."""
+    return NO_SUCH_PATH.response()
 
 
 def _others(models: ModelsApi, lora: LoraApi, health: Health) -> list[BaseRoute]:
@@ -123,12 +149,9 @@ def _closing(stack: contextlib.AsyncExitStack, part: C) -> C:
     return part
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception, ledger: Ledger) -> Response:
     problem = problem_of(error)
-    exchange = exchange_of(request.scope)
-    exchange.error = problem.code
-    if problem.status >= 500:
-        logger.warning("refused: %s", error, extra=fields(request_id=exchange.request_id, status=problem.status))
+    ledger.refused(exchange_of(request.scope), error, problem)
     return problem.response()
 
 

@@ -1,14 +1,14 @@
-"""The client's end of a request: its departure, and our answer to it. Knows nothing of the engine."""
+"""The client's departure, and the end of the process: what may interrupt a request. Knows nothing of the engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
 
-from starlette.types import Receive, Send
+from starlette.types import Receive
 
 from manylora.gateway.drain import Drain
-from manylora.gateway.problems import Problem, Refusal, unavailable
+from manylora.gateway.problems import Refusal, unavailable
 
 
 class ClientGone(Exception):
@@ -20,22 +20,24 @@ async def run_for_client(work: Coroutine[None, None, None], receive: Receive, dr
 
     In the last two cases the work is cancelled, and with it the engine's part of the request.
     """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_departure(receive))
+    if drain.ended:
+        work.close()
+        raise _no_more_time()
+    interruption = _Interruption()
+    gone = asyncio.get_running_loop().create_task(_departure(receive))
+    gone.add_done_callback(interruption.client_left)
+    drain.watch(interruption.time_is_up)
     try:
-        await asyncio.wait((task, gone, drain.deadline), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
+        await work
+    except asyncio.CancelledError:
+        reason = interruption.reason
+        if reason is None or interruption.cancelled_by_others():
+            raise
+        raise reason from None
     finally:
+        drain.forget(interruption.time_is_up)
+        interruption.disarm()
         gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-    if task.done() and not task.cancelled() and task.exception() is None:
-        return None
-    if drain.deadline.done():
-        raise Refusal(unavailable("The gateway is shutting down."))
-    raise ClientGone("the client left before its answer was complete")
 
 
 async def _departure(receive: Receive) -> None:
@@ -43,43 +45,44 @@ async def _departure(receive: Receive) -> None:
         pass
 
 
-class Reply:
-    """One answer in the making. It starts with its first bytes, so that until then an error can take its place."""
+class _Interruption:
+    """Cancels the task in which it was made, at most once, and remembers why."""
 
-    def __init__(self, send: Send, write_timeout_s: float) -> None:
-        self._send = send
-        self._write_timeout_s = write_timeout_s
-        self.started = False
+    __slots__ = ("_armed", "_cancelling", "_task", "reason", "time_is_up")
 
-    async def whole(self, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """A complete answer."""
-        await self._start([*headers, (b"content-length", b"%d" % len(body))])
-        await self._body(body, more=False)
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._armed = True
+        self.reason: Exception | None = None
+        self.time_is_up = self._time_is_up
+        """The same object each time, so that it can be taken out of a set."""
 
-    async def event_chunk(self, chunk: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """Whole events of a stream; the first call starts it."""
-        if not self.started:
-            await self._start([*headers, (b"content-type", b"text/event-stream; charset=utf-8"), *_NO_BUFFERING])
-        await self._body(chunk, more=True)
+    def client_left(self, gone: asyncio.Task[None]) -> None:
+        if self._armed and not gone.cancelled():
+            gone.exception()  # a connection that cannot be read is gone as well
+            self._interrupt(ClientGone("the client left before its answer was complete"))
 
-    async def finish(self) -> None:
-        """End a stream."""
-        await self._body(b"", more=False)
+    def _time_is_up(self) -> None:
+        if self._armed:
+            self._interrupt(_no_more_time())
 
-    async def fail(self, problem: Problem) -> None:
-        """End a stream that has begun with an error event."""
-        await self._body(problem.event(), more=False)
+    def cancelled_by_others(self) -> bool:
+        return self._task.cancelling() > self._cancelling + 1
 
-    async def _start(self, headers: list[tuple[bytes, bytes]]) -> None:
-        self.started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+    def disarm(self) -> None:
+        """The work has ended; a cancellation of ours counts no longer."""
+        self._armed = False
+        if self.reason is not None:
+            self._task.uncancel()
 
-    async def _body(self, body: bytes, *, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise ClientGone("the client stopped reading its answer") from None
+    def _interrupt(self, reason: Exception) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self._task.cancel()
 
 
-_NO_BUFFERING = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+def _no_more_time() -> Refusal:
+    return Refusal(unavailable("The gateway is shutting down."))

@@ -6,25 +6,25 @@ Owns the order of the steps; what each one means lies in the modules it calls.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import aiohttp
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from manylora.gateway import request_body
 from manylora.gateway.admission import Admission, Target, stickiness
 from manylora.gateway.answer import EventStream, Naming
-from manylora.gateway.client import ClientGone, Reply, run_for_client
+from manylora.gateway.client import ClientGone, run_for_client
 from manylora.gateway.drain import Drain
-from manylora.gateway.engine_client import ORIGIN, EngineClient, read_answer
+from manylora.gateway.engine_client import EngineClient, read_answer
+from manylora.gateway.engine_connection import EngineConnection
 from manylora.gateway.engine_errors import NOT_ON_DISK, EngineFailure, Scrubber, problem_from
-from manylora.gateway.exchange import Exchange, exchange_of
+from manylora.gateway.exchange import Exchange, Ledger
 from manylora.gateway.fetch import Fetcher
 from manylora.gateway.metrics import GatewayMetrics
-from manylora.gateway.problems import Refusal, engine_unavailable, problem_of, unavailable
+from manylora.gateway.problems import INTERNAL, Problem, Refusal, engine_unavailable, problem_of, unavailable
+from manylora.gateway.reply import Reply
 from manylora.gateway.request_body import JsonBody
 from manylora.settings import Settings
 from manylora.telemetry import fields
@@ -33,6 +33,20 @@ MAX_IN_FLIGHT = 4096
 MAX_ERROR_BYTES = 1024 * 1024
 # What a client may say to the engine beside the body. Everything else stays here, its identity headers first.
 FORWARDED_HEADERS = ("content-type", "accept", "traceparent", "tracestate")
+# What is read here at all.
+_READ_HEADERS = {
+    name.encode("ascii"): name
+    for name in (
+        *FORWARDED_HEADERS,
+        "authorization",
+        "content-encoding",
+        "content-length",
+        "expect",
+        "x-api-key",
+        "x-request-id",
+        "x-session-id",
+    )
+}
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +61,7 @@ class Parts:
     engine: EngineClient
     drain: Drain
     metrics: GatewayMetrics
+    ledger: Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +70,61 @@ class _Call:
 
     target: Target
     body: bytes
-    headers: Mapping[str, str]
+    headers: list[tuple[bytes, bytes]]
     naming: Naming
     scrubber: Scrubber
 
 
 class Generation:
-    """ASGI endpoint of one route; the engine has it under the same path."""
+    """ASGI application for POST on one route; the engine has it under the same path.
+
+    It stands before Starlette, and does for its route what the app's middleware and error handlers do for others.
+    """
 
     def __init__(self, path: str, parts: Parts) -> None:
         self._path = path
-        self._url = ORIGIN.with_path(path)
         self._parts = parts
         settings = parts.settings
         self._folders = (settings.disk_tier, settings.run_dir, *settings.adapter_roots, settings.home)
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
-        exchange.route = self._path
-        if self._in_flight >= MAX_IN_FLIGHT:
-            raise Refusal(unavailable("Too many requests are being answered at the moment."))
+        headers = headers_read(scope)
+        ledger = self._parts.ledger
+        exchange = ledger.open(headers, self._path)
+        reply = Reply(send, exchange, self._parts.settings.upstream_timeout_s)
         self._in_flight += 1
         try:
-            call = await self._admit(exchange, Headers(scope=scope), receive)
-            await self._serve(exchange, call, receive, send)
+            try:
+                await self._respond(exchange, headers, receive, reply)
+            except ClientGone:
+                raise
+            except Exception as error:
+                await self._fail(exchange, reply, error)
+        except ClientGone:
+            ledger.departed(exchange)
         finally:
             self._in_flight -= 1
+            ledger.close(exchange)
 
-    async def _admit(self, exchange: Exchange, headers: Headers, receive: Receive) -> _Call:
+    async def _respond(self, exchange: Exchange, headers: Mapping[str, str], receive: Receive, reply: Reply) -> None:
+        if self._in_flight > MAX_IN_FLIGHT:
+            raise Refusal(unavailable("Too many requests are being answered at the moment."))
+        call = await self._admit(exchange, headers, receive)
+        await run_for_client(self._answer(exchange, call, reply), receive, self._parts.drain)
+
+    async def _fail(self, exchange: Exchange, reply: Reply, error: Exception) -> None:
+        """Tell the client; once the answer has begun, an error can only be its last event."""
+        problem = problem_of(error)
+        if problem is INTERNAL:
+            self._parts.ledger.unexpected(exchange)
+        elif reply.started:
+            exchange.error = problem.code
+        else:
+            self._parts.ledger.refused(exchange, error, problem)
+        await (reply.fail(problem) if reply.started else reply.refuse(problem))
+
+    async def _admit(self, exchange: Exchange, headers: Mapping[str, str], receive: Receive) -> _Call:
         admission = self._parts.admission
         caller = await admission.authenticate(headers)
         exchange.tenant, exchange.key_id = caller.principal.tenant, caller.principal.key_id
@@ -95,27 +136,10 @@ class Generation:
         exchange.version = target.engine_model if target.version else None
         return self._call(target, body, _forwarded(headers, exchange))
 
-    def _call(self, target: Target, body: JsonBody, headers: Mapping[str, str]) -> _Call:
+    def _call(self, target: Target, body: JsonBody, headers: list[tuple[bytes, bytes]]) -> _Call:
         naming = Naming(target.engine_model, target.asked, strict=target.version is not None)
         scrubber = Scrubber(target.engine_model, target.asked, self._folders)
         return _Call(target, body.with_model(target.engine_model), headers, naming, scrubber)
-
-    async def _serve(self, exchange: Exchange, call: _Call, receive: Receive, send: Send) -> None:
-        """Answer; once the answer has begun, an error can only be its last event."""
-        reply = Reply(send, self._parts.settings.upstream_timeout_s)
-        try:
-            await run_for_client(self._answer(exchange, call, reply), receive, self._parts.drain)
-        except ClientGone:
-            raise
-        except Exception as error:
-            problem = problem_of(error)
-            exchange.error = problem.code
-            if not reply.started:
-                raise
-            if problem.code == "internal_error":
-                self._parts.metrics.unexpected_errors.inc()
-                logger.exception("unexpected error", extra=fields(request_id=exchange.request_id))
-            await reply.fail(problem)
 
     async def _answer(self, exchange: Exchange, call: _Call, reply: Reply) -> None:
         failure = await self._attempt(call, reply)
@@ -132,21 +156,28 @@ class Generation:
         version = call.target.version
         if version is not None:
             await self._parts.fetcher.ensure(version.digest)
-        async with self._parts.engine.post(self._url, call.body, call.headers) as response:
-            if response.status != 200:
-                return EngineFailure.read(response.status, await read_answer(response, MAX_ERROR_BYTES))
-            if response.content_type == "text/event-stream":
-                await _relay_events(response, call, reply)
+        async with self._parts.engine.post(self._path, call.body, call.headers) as answer:
+            if answer.status != 200:
+                return EngineFailure.read(answer.status, await read_answer(answer, MAX_ERROR_BYTES))
+            if answer.is_event_stream:
+                await _relay_events(answer, call, reply)
             else:
-                await _relay_whole(response, call, reply)
+                await _relay_whole(answer, call, reply)
         return None
 
 
-def _forwarded(headers: Headers, exchange: Exchange) -> dict[str, str]:
-    forwarded = {name: headers[name] for name in FORWARDED_HEADERS if name in headers}
-    forwarded["accept-encoding"] = "identity"
-    forwarded["x-request-id"] = exchange.engine_request_id
-    return forwarded
+def headers_read(scope: Scope) -> dict[str, str]:
+    """The request's headers as far as they are read here; of one that is given twice, the first counts."""
+    names = _READ_HEADERS
+    return {names[name]: value.decode("latin-1") for name, value in reversed(scope["headers"]) if name in names}
+
+
+def _forwarded(headers: Mapping[str, str], exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    forwarded = [
+        (name.encode("ascii"), headers[name].encode("latin-1")) for name in FORWARDED_HEADERS if name in headers
+    ]
+    request_id = exchange.engine_request_id.encode("ascii")
+    return [*forwarded, (b"accept-encoding", b"identity"), (b"x-request-id", request_id)]
 
 
 def _own_headers(call: _Call) -> list[tuple[bytes, bytes]]:
@@ -155,24 +186,35 @@ def _own_headers(call: _Call) -> list[tuple[bytes, bytes]]:
     return [] if version is None else [(b"x-manylora-version", str(version.ref).encode("ascii"))]
 
 
-async def _relay_whole(response: aiohttp.ClientResponse, call: _Call, reply: Reply) -> None:
-    body, error = call.naming.restore(await read_answer(response))
+async def _relay_whole(answer: EngineConnection, call: _Call, reply: Reply) -> None:
+    body, error = call.naming.restore(await read_answer(answer))
     if error is not None:
         raise Refusal(problem_from(EngineFailure.read(500, body), call.scrubber))
     await reply.whole(body, [*_own_headers(call), (b"content-type", b"application/json")])
 
 
-async def _relay_events(response: aiohttp.ClientResponse, call: _Call, reply: Reply) -> None:
+async def _relay_events(answer: EngineConnection, call: _Call, reply: Reply) -> None:
     stream = EventStream(call.naming, call.scrubber)
     own_headers = _own_headers(call)
-    async for chunk in response.content.iter_any():
-        if events := stream.feed(chunk):
-            await reply.event_chunk(events, own_headers)
-        if stream.failed is not None:
-            raise Refusal(stream.failed)
+
+    def take(chunk: bytes) -> Coroutine[None, None, None] | None:
+        events = stream.feed(chunk)
+        waiting = reply.events(events, own_headers) if events else None
+        if stream.failed is None:
+            return waiting
+        return _refuse_after(waiting, stream.failed)
+
+    await answer.each(take)
     if not stream.done:
         raise engine_unavailable("The engine broke off before the answer was complete.")
     await reply.finish()
+
+
+async def _refuse_after(waiting: Coroutine[None, None, None] | None, problem: Problem) -> None:
+    """The events before a bad one are the client's."""
+    if waiting is not None:
+        await waiting
+    raise Refusal(problem)
 
 
 def _log_failure(exchange: Exchange, failure: EngineFailure) -> None:

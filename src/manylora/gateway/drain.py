@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class Drain:
-    """`begun` turns readiness off; when `deadline` is done, requests that still run are ended with an error.
+    """`begun` turns readiness off; when `ended`, requests that still run are ended with an error.
 
     Belongs to the event loop in which it was made.
     """
 
     def __init__(self) -> None:
         self.begun = False
-        self.deadline: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = False
+        self._running: set[Callable[[], None]] = set()
 
     def begin(self, grace_s: float) -> None:
         """Start the countdown; later calls change nothing."""
@@ -21,6 +23,14 @@ class Drain:
             self.begun = True
             asyncio.get_running_loop().call_later(grace_s, self._end)
 
+    def watch(self, at_end: Callable[[], None]) -> None:
+        """Have `at_end` called at the deadline, unless `forget` comes first."""
+        self._running.add(at_end)
+
+    def forget(self, at_end: Callable[[], None]) -> None:
+        self._running.discard(at_end)
+
     def _end(self) -> None:
-        if not self.deadline.done():
-            self.deadline.set_result(None)
+        self.ended = True
+        for at_end in tuple(self._running):
+            at_end()

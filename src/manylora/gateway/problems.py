@@ -48,13 +48,18 @@ class Problem:
         """The error as the last event of a stream that has begun."""
         return b"data: " + self.body() + b"\n\n"
 
-    def response(self) -> Response:
-        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer has beside its length."""
+        headers = [] if self.retry_after_s is None else [(b"retry-after", b"%d" % self.retry_after_s)]
         if self.close:
-            headers["connection"] = "close"
+            headers.append((b"connection", b"close"))
         if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return Response(self.body(), self.status, headers, media_type="application/json")
+            headers.append((b"www-authenticate", b"Bearer"))
+        return [*headers, (b"content-type", b"application/json")]
+
+    def response(self) -> Response:
+        headers = {name.decode(): value.decode() for name, value in self.headers()}
+        return Response(self.body(), self.status, headers)
 
 
 class Refusal(ManyloraError):

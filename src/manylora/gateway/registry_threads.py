@@ -54,8 +54,13 @@ def _translated(name: str) -> Iterator[None]:
     except ManyloraError:
         raise
     except Exception as error:
-        logger.exception("a call of the %s failed", name)
-        raise Unavailable(f"the {name} failed: {type(error).__name__}") from error
+        raise _unavailable(name, error) from error
+
+
+def _unavailable(name: str, error: Exception) -> Unavailable:
+    """Called where `error` is being handled."""
+    logger.exception("a call of the %s failed", name)
+    return Unavailable(f"the {name} failed: {type(error).__name__}")
 
 
 class ChangeWatch:
@@ -88,8 +93,11 @@ class ChangeWatch:
     def _read_here(self) -> int:
         started = time.perf_counter()
         try:
-            with _translated("registry"):
-                return self._catalog.change_seq()
+            return self._catalog.change_seq()
+        except ManyloraError:
+            raise
+        except Exception as error:
+            raise _unavailable("registry", error) from error
         finally:
             if time.perf_counter() - started > SLOW_READ_S:
                 self._inline = False

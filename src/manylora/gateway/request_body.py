@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from manylora.adapter import shown
 from manylora.gateway.client import ClientGone
+from manylora.gateway.eager import Waiting, run_now
 from manylora.gateway.problems import Problem, Refusal, bad_request
 
 READ_TIMEOUT_S = 60.0
@@ -44,18 +44,21 @@ class JsonBody:
         return b"".join((self.raw[:start], msgspec.json.encode(name), self.raw[end:]))
 
 
-async def read_bytes(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
+async def read_bytes(headers: Mapping[str, str], receive: Receive, max_bytes: int) -> bytes:
     """The whole body, at most `max_bytes` of it in memory; raises `Refusal`, or `ClientGone`."""
     if headers.get("content-encoding", "identity") != "identity":
         raise Refusal(Problem(415, "Compressed request bodies are not accepted; send the JSON as it is.", close=True))
+    reading = run_now(_read(headers, receive, max_bytes))
+    if not isinstance(reading, Waiting):
+        return reading
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
-            return await _read(headers, receive, max_bytes)
+            return await reading
     except TimeoutError:
         raise Refusal(Problem(408, "The request body did not arrive in time.", close=True)) from None
 
 
-async def _read(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
+async def _read(headers: Mapping[str, str], receive: Receive, max_bytes: int) -> bytes:
     declared = headers.get("content-length", "0")
     too_large = declared.isdigit() and int(declared) > max_bytes
     parts: list[bytes] = []
