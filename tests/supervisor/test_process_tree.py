@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,15 @@ os._exit(0)
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=30)
     # Both ends of the pipes were inherited by the child: the call above only returned because it died too.
     assert int(run.stdout) not in process_tree.descendants(1)
+
+
+@pytest.mark.parametrize(
+    ("counters", "expected"), [("nr_free 5\noom_kill 3\nx 1\n", 3), ("nr_free 5\noom_kill_x 3\n", None), (None, None)]
+)
+def test_the_kernels_count_of_kills_for_lack_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: str | None, expected: int | None
+) -> None:
+    if counters is not None:
+        (tmp_path / "vmstat").write_text(counters)
+    monkeypatch.setattr(process_tree, "_PROC", tmp_path)
+    assert process_tree.oom_kills() == expected

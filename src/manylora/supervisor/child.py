@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora.supervisor import child_log, guard
+from manylora.supervisor import child_log, guard, process_tree
 from manylora.supervisor.health import Probe
 
 
@@ -32,7 +32,9 @@ class ChildSpec:
 
 
 def describe_exit(status: int) -> str:
-    """How a child ended, in words."""
+    """How a child ended, in words; a negative status is the guard's own end."""
+    if status < 0:
+        return f"was ended together with its guard by signal {-status}"
     if status > guard.SIGNAL_STATUS:
         return f"was ended by signal {status - guard.SIGNAL_STATUS}"
     return f"ended with exit code {status}"
@@ -45,6 +47,7 @@ class Child:
         """Start it; the guard keeps `lock_fd` open until everything below it has ended."""
         self.spec = spec
         self.healthy_at_s: float | None = None
+        self.oom_kills_before = process_tree.oom_kills()
         if spec.socket is not None:
             spec.socket.unlink(missing_ok=True)
         read_fd, self._lifeline_fd = os.pipe()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from manylora.errors import Unavailable
-from manylora.supervisor import child_log, guard
+from manylora.supervisor import child_log, guard, process_tree
 from manylora.supervisor.child import Child, ChildSpec, describe_exit
 from manylora.supervisor.restart import GiveUp, History, Life, RestartPolicy, after_death
 
@@ -22,7 +22,6 @@ SILENT_LIMIT_S = 30.0
 _SEARCHED_LINES = 400
 _SHOWN_LINES = 20
 _KILLED_STATUS = guard.SIGNAL_STATUS + signal.SIGKILL
-_KILLED_HINT = "something killed it, perhaps the system for lack of memory; its kernel log (dmesg) would say so"
 
 
 class Listener(Protocol):
@@ -53,6 +52,18 @@ class StartFailed(Unavailable):
     def __init__(self, message: str, hint: str, lines: list[str]) -> None:
         super().__init__(message, hint)
         self.lines = lines
+
+
+def killed_hint(oom_kills_before: int | None) -> str:
+    """What to do about a child that got SIGKILL; the kernel's own count tells whether memory was the reason."""
+    oom_kills = process_tree.oom_kills()
+    if oom_kills is None or oom_kills_before is None:
+        return "something killed it, perhaps the system for lack of memory; its kernel log (dmesg) would say so"
+    if oom_kills > oom_kills_before:
+        return "the system had no memory left and killed it: free some, or try `-- --max-model-len N` with a smaller N"
+    return (
+        "the system did not kill it for lack of memory: look for who did, a person or a program that guards resources"
+    )
 
 
 class Keeper:
@@ -126,7 +137,8 @@ class Keeper:
         lines = child_log.tail(self.spec.log, since=self.child.log_start, lines=_SEARCHED_LINES)
         cause = child_log.cause(lines)
         what = f"the {self.spec.name} {describe_exit(status)} while it was starting" + (f": {cause}" if cause else "")
-        hint = _KILLED_HINT if status == _KILLED_STATUS else child_log.hint_for(lines, self.spec.log)
+        killed = status in (_KILLED_STATUS, -signal.SIGKILL)
+        hint = killed_hint(self.child.oom_kills_before) if killed else child_log.hint_for(lines, self.spec.log)
         return StartFailed(what, hint, lines[-_SHOWN_LINES:])
 
 

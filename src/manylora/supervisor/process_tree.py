@@ -33,6 +33,15 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def oom_kills() -> int | None:
+    """How many processes the kernel has killed for lack of memory since it started; None where it does not say."""
+    try:
+        counters = (_PROC / "vmstat").read_text()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in counters.splitlines() if line.startswith("oom_kill ")), None)
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
