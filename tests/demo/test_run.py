@@ -17,6 +17,7 @@ from manylora.demo.asks import Check
 from manylora.demo.client import Answer
 from manylora.demo.reference import ReferenceAnswer
 from manylora.demo.run import _cancelled_by_sigterm, _Play, _settings
+from manylora.demo.server import ServerEnded
 from manylora.demo.transcript import Transcript
 from manylora.errors import NotFound, Unavailable
 from manylora.registry.catalog import Catalog
@@ -94,3 +95,18 @@ def test_sigterm_ends_the_play_in_order() -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(playing())
     assert ended == ["cleaned up"]
+
+
+def test_a_failed_start_shows_its_lines_and_keeps_its_logs(tmp_path: Path) -> None:
+    folder, home = tmp_path / "run-of-the-demo", tmp_path / "home"
+    (folder / "run").mkdir(parents=True)
+    (folder / "serve.log").write_text("s")
+    (folder / "run" / "engine.log").write_text("e")
+    the_play, file = play(folder, tmp_path)
+    ended = ServerEnded("it ended", f"the whole log is in {folder / 'run' / 'engine.log'}", ["  one [x]", "two"])
+    told = run._told(the_play.out, ended, folder, home)
+    assert file.getvalue() == "  one [x]\n  two\n"
+    assert (told.message, told.hint) == ("it ended", f"the whole log is in {home / 'demo-logs' / 'engine.log'}")
+    assert (home / "demo-logs" / "engine.log").read_text() == "e"
+    other = run._told(the_play.out, ServerEnded("it ended", "do this", []), folder, home)
+    assert other.hint == f"do this; its logs are kept in {home / 'demo-logs'}"

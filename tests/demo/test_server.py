@@ -11,8 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from manylora.demo import server
-from manylora.demo.server import Server
-from manylora.errors import Unavailable
+from manylora.demo.server import Server, ServerEnded
 from manylora.settings import Settings
 
 STUBBORN = (
@@ -30,8 +29,30 @@ def started(home: Path, code: str, port: int = 1) -> Server:
 
 async def test_a_death_is_told_with_its_last_lines(tmp_path: Path) -> None:
     dying = started(tmp_path, "print('no such flag'); raise SystemExit(2)")
-    with pytest.raises(Unavailable, match="exit code 2:\nno such flag"):
+    with pytest.raises(ServerEnded, match="exit code 2") as caught:
         await dying.wait_until_ready(lambda elapsed_s, line: None)
+    assert caught.value.lines == ["no such flag"]
+    assert caught.value.hint == "the lines above are the last of its log"
+
+
+async def test_an_error_and_its_hint_are_the_servers_own(tmp_path: Path) -> None:
+    said = (
+        "  INFO loading\n  ValueError: bad\nerror: the engine ended with exit code 1: ValueError: bad\nhint: do this\n"
+    )
+    dying = started(tmp_path, f"import sys; sys.stderr.write({said!r}); raise SystemExit(6)")
+    with pytest.raises(ServerEnded) as caught:
+        await dying.wait_until_ready(lambda elapsed_s, line: None)
+    assert caught.value.message == (
+        "manylora serve ended with exit code 6: the engine ended with exit code 1: ValueError: bad"
+    )
+    assert caught.value.hint == "do this"
+    assert caught.value.lines == ["  INFO loading", "  ValueError: bad"]
+
+
+async def test_a_killed_server_is_told_as_such(tmp_path: Path) -> None:
+    killed = started(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(ServerEnded, match="ended with signal 9"):
+        await killed.wait_until_ready(lambda elapsed_s, line: None)
 
 
 async def test_ready_when_the_gateway_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,13 @@ def test_snippets_are_not_wrapped() -> None:
     assert "word " * 19 in file.getvalue()
 
 
-def test_waiting_writes_nothing_into_a_file() -> None:
+def test_waiting_is_a_line_in_ten_seconds_in_a_file() -> None:
     out, file = written()
     with out.waiting("starting [x]") as update:
-        update(1.0, "loading [/weights]")
-    assert file.getvalue().strip() == ""
+        for elapsed_s in (0.5, 9.5, 10.5, 15.0, 20.0, 21.0):
+            update(elapsed_s, "loading [/weights]")
+    assert file.getvalue().splitlines() == [
+        "starting [x] …",
+        "starting [x] … 10 s  loading [/weights]",
+        "starting [x] … 21 s  loading [/weights]",
+    ]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from manylora.adapter import AdapterName
 from manylora.demo import acts, asks, base_model, farewell, reference, transcript
 from manylora.demo.asks import Check
 from manylora.demo.client import Client
-from manylora.demo.server import Server
+from manylora.demo.server import Server, ServerEnded
 from manylora.demo.transcript import Transcript
 from manylora.engine import launch
 from manylora.errors import Conflict, NotFound, Unavailable
@@ -70,9 +71,24 @@ def run(
         play = _Play(out, Path(folder), home / "models", adapters or find_adapters(), vllm_flags, keep)
         try:
             return asyncio.run(play.run())
+        except ServerEnded as ended:
+            raise _told(out, ended, Path(folder), home) from ended
         except (KeyboardInterrupt, asyncio.CancelledError):
             out.line("stopped")
             return 0 if play.kept else 130
+
+
+def _told(out: Transcript, ended: ServerEnded, folder: Path, home: Path) -> Unavailable:
+    """Show the server's last lines, and keep its logs, which lie in a folder that is about to be removed."""
+    for line in ended.lines:
+        out.line(f"  {line.strip()}")
+    kept = home / "demo-logs"
+    kept.mkdir(parents=True, exist_ok=True)
+    for log in (folder / "serve.log", *(folder / "run").glob("*.log")):
+        with contextlib.suppress(OSError):
+            shutil.copy(log, kept / log.name)
+    hint = ended.hint.replace(str(folder / "run"), str(kept))
+    return Unavailable(ended.message, hint if str(kept) in hint else f"{hint}; its logs are kept in {kept}")
 
 
 def require_packages() -> None:

@@ -22,7 +22,16 @@ from manylora.supervisor import child_log, process_tree
 START_LIMIT_S = 900.0
 STOP_LIMIT_S = 15.0
 _POLL_S = 0.5
-_TAIL_LINES = 20
+_TAIL_LINES = 24
+_ERROR, _HINT = "error: ", "hint: "
+
+
+class ServerEnded(Unavailable):
+    """`manylora serve` ended by itself; `lines` are the last that it wrote, without its error and hint."""
+
+    def __init__(self, message: str, hint: str, lines: Sequence[str]) -> None:
+        super().__init__(message, hint)
+        self.lines = lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +82,26 @@ class Server:
 
     def _check_alive(self, elapsed_s: float) -> None:
         if self.process.poll() is not None:
-            lines = "\n".join(child_log.tail(self.log, lines=_TAIL_LINES))
-            raise Unavailable(f"manylora serve ended with exit code {self.process.returncode}:\n{lines}")
+            raise self._ended(self.process.returncode)
         if elapsed_s > START_LIMIT_S:
             raise Unavailable(f"the engine was not ready after {START_LIMIT_S:.0f} s", f"its log is {self.engine_log}")
 
     async def wait(self) -> None:
         """Until it ends by itself, which it should not."""
         status = await asyncio.to_thread(self.process.wait)
-        raise Unavailable(f"manylora serve ended with exit code {status}", f"its log is {self.log}")
+        raise self._ended(status)
+
+    def _ended(self, status: int) -> ServerEnded:
+        """Why it ended, in its own words where it said so."""
+        lines = child_log.tail(self.log, lines=_TAIL_LINES)
+        errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+        hints = [line.removeprefix(_HINT) for line in lines if line.startswith(_HINT)]
+        how = f"exit code {status}" if status >= 0 else f"signal {-status}"
+        return ServerEnded(
+            f"manylora serve ended with {how}" + (f": {errors[-1]}" if errors else ""),
+            hints[-1] if hints else "the lines above are the last of its log",
+            [line for line in lines if not line.startswith((_ERROR, _HINT))],
+        )
 
     def stop(self) -> None:
         """Stop it as Ctrl-C would; by force where that takes too long."""

@@ -15,6 +15,8 @@ from rich.text import Text
 from manylora.demo.client import Answer
 
 WIDTH_IN_A_FILE = 120
+PLAIN_PROGRESS_S = 10.0
+"""Without a terminal, waiting is told one line in this time."""
 SHOWN_CHARS = 240
 """Of a long answer only the beginning is shown; all of it is compared."""
 
@@ -88,7 +90,10 @@ class Transcript:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[float, str], None]]:
-        """A line that lives in a terminal while something starts; nothing in a file."""
+        """A line that lives in a terminal while something starts; in a file, a line now and then."""
+        if not self._out.is_terminal:
+            yield self._plain_waiting(what)
+            return
         with self._out.status(escape(what)) as status:
 
             def update(elapsed_s: float, detail: str) -> None:
@@ -96,6 +101,19 @@ class Transcript:
                 status.update(escape(f"{what} {elapsed_s:.0f} s  {detail[:room]}"))
 
             yield update
+
+    def _plain_waiting(self, what: str) -> Callable[[float, str], None]:
+        """Nobody sees a line change in a file: say what is waited for, and every ten seconds how it stands."""
+        self.line(f"{what} …")
+        next_line_at_s = PLAIN_PROGRESS_S
+
+        def update(elapsed_s: float, detail: str) -> None:
+            nonlocal next_line_at_s
+            if elapsed_s >= next_line_at_s:
+                next_line_at_s = elapsed_s + PLAIN_PROGRESS_S
+                self.line(f"{what} … {elapsed_s:.0f} s  {detail}".rstrip())
+
+        return update
 
 
 def _beginning(text: str) -> str:
