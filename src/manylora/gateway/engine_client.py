@@ -132,14 +132,12 @@ class Call:
 
 def _head(method: str, path: str, headers: RequestHeaders, body_bytes: int) -> bytes:
     """The request's head. The host is never looked up: every connection goes to the socket."""
-    lines = [f"{method} {path} HTTP/1.1".encode("ascii"), b"host: engine"]
-    for name, value in headers:
-        if _UNSENDABLE.search(value):
-            raise bad_request(f"The header '{name.decode()}' cannot be passed on.")
-        lines.append(name + b": " + value)
-    if method == "POST":
-        lines.append(b"content-length: %d" % body_bytes)
-    return b"\r\n".join(lines) + b"\r\n\r\n"
+    lines = [name + b": " + value for name, value in headers]
+    if _UNSENDABLE.search(b"".join(lines)):
+        raise bad_request("A header of this request cannot be passed on.")
+    length = b"content-length: %d\r\n" % body_bytes if method == "POST" else b""
+    start = f"{method} {path} HTTP/1.1\r\nhost: engine\r\n".encode("ascii")
+    return b"%b%b\r\n%b\r\n" % (start, b"\r\n".join(lines), length) if lines else b"%b%b\r\n" % (start, length)
 
 
 async def read_answer(answer: EngineConnection, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:

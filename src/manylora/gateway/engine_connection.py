@@ -198,12 +198,18 @@ class EngineConnection(asyncio.Protocol):
             del parts[self._body_parts :]
         if parts:
             self._overhead_bytes = 0
-            piece = b"".join(parts)
-            parts.clear()
+            piece = parts.pop() if len(parts) == 1 else self._joined()
             if self._take is None:
                 self._keep(piece)
             else:
-                self._hand_over(piece, self._take)
+                try:
+                    self._waiting = self._take(piece)
+                except Exception as error:  # it is the reader's own, and raised where it waits
+                    self._fail(error)
+                if self._waiting is not None:
+                    self._take = None
+                    self._pause_reading()
+                    self._notify()
         else:
             self._overhead_bytes += len(data)
         if self._complete:
@@ -290,16 +296,10 @@ class EngineConnection(asyncio.Protocol):
         if self._early_bytes > HIGH_WATER_BYTES:
             self._pause_reading()
 
-    def _hand_over(self, piece: bytes, take: Take) -> None:
-        try:
-            self._waiting = take(piece)
-        except Exception as error:  # it is the reader's own, and raised where it waits
-            self._fail(error)
-            return
-        if self._waiting is not None:
-            self._take = None
-            self._pause_reading()
-            self._notify()
+    def _joined(self) -> bytes:
+        piece = b"".join(self._parts)
+        self._parts.clear()
+        return piece
 
     async def _turn(self) -> None:
         """Wait until something has happened that the client must see to."""

@@ -26,7 +26,8 @@ _decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_text = msgspec.json.Decoder(str).decode
 _OPEN = re.compile(rb"[ \t\n\r]*\{")
 _KEY = re.compile(rb'[ \t\n\r]*("(?:[^"\\]|\\.)*")[ \t\n\r]*:[ \t\n\r]*', re.DOTALL)
-_AFTER = re.compile(rb"[ \t\n\r]*([,}])")
+_NEXT_KEY = re.compile(rb'[ \t\n\r]*,[ \t\n\r]*("(?:[^"\\]|\\.)*")[ \t\n\r]*:[ \t\n\r]*', re.DOTALL)
+_END = re.compile(rb"[ \t\n\r]*\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +128,23 @@ def refuse_repeated(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> tuple[int,
     """
     opening = _OPEN.match(raw)
     assert opening is not None
-    position = opening.end()
     seen: set[str] = set()
     span = (0, 0)
-    after = b"," if fields else b"}"
-    while after == b",":
-        match = _KEY.match(raw, position)
-        if match is None:
-            raise _twice("")
+    name, position = "", opening.end()
+    match = _KEY.match(raw, position)
+    while match is not None:
         name = _decode_text(match[1])
         value = memoryview(fields[name])
-        start, position = match.end(), match.end() + len(value)
-        end = _AFTER.match(raw, position)
-        if name in seen or end is None or raw[start:position] != value:
+        start = match.end()
+        position = start + len(value)
+        if name in seen or raw[start:position] != value:
             raise _twice(name)
         seen.add(name)
         if name == "model":
             span = (start, position)
-        after, position = end[1], end.end()
+        match = _NEXT_KEY.match(raw, position)
+    if len(seen) != len(fields) or _END.match(raw, position) is None:
+        raise _twice(name)
     return span
 
 
