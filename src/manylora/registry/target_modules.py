@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Collection, Iterable, Mapping
 
@@ -70,6 +69,8 @@ def _fullmatches(pattern: str, paths: Collection[str]) -> Iterable[str]:
 
 def _matched_apart(pattern: str, paths: Collection[str]) -> Iterable[str]:
     """Match in a process of its own, which the kernel ends when it takes too long."""
+    import subprocess  # late: few adapters need it, and every push would load it
+
     command = [sys.executable, "-I", "-S", "-c", _MATCHER]
     request = json.dumps([pattern, list(paths)])
     try:
