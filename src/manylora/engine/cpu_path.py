@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from manylora.engine.vllm_internals import PunicaWrapperCPU
-from manylora.kernels.grouped import RowGroup, add_lora, add_rows, row_groups
+from manylora.kernels.grouped import ExactViews, RowGroup, add_lora, add_rows, row_groups
 
 
 class GroupedCPUWrapper(PunicaWrapperCPU):
@@ -23,6 +23,7 @@ class GroupedCPUWrapper(PunicaWrapperCPU):
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self.slot_ranks: list[int] = []
+        self._views = ExactViews()
         self._token_groups: tuple[RowGroup, ...] = ()
         self._sample_groups: tuple[RowGroup, ...] = ()
 
@@ -58,7 +59,7 @@ class GroupedCPUWrapper(PunicaWrapperCPU):
         **kwargs: Any,
     ) -> None:
         """``y += x @ A.T @ B.T * scale`` for every slice; shapes as in `manylora.kernels.grouped.add_lora`."""
-        add_lora(y, x, lora_a_stacked, lora_b_stacked, output_slices, self._token_groups, scale=scale)
+        add_lora(y, x, lora_a_stacked, lora_b_stacked, output_slices, self._token_groups, self._views, scale=scale)
 
     def add_shrink(
         self,
@@ -116,4 +117,5 @@ class GroupedCPUWrapper(PunicaWrapperCPU):
         """``y += x @ A.T @ B.T * scale`` for the rows that are sampled."""
         flat = y.view(-1, y.shape[-1])
         rows = x.view(-1, x.shape[-1])
-        add_lora(flat, rows, (lora_a_stacked,), (lora_b_stacked,), (flat.shape[1],), self._sample_groups, scale=scale)
+        a, b, widths = (lora_a_stacked,), (lora_b_stacked,), (flat.shape[1],)
+        add_lora(flat, rows, a, b, widths, self._sample_groups, self._views, scale=scale)

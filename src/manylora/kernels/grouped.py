@@ -46,6 +46,35 @@ def _as_slice(rows: torch.Tensor) -> torch.Tensor | slice:
     return slice(first, last + 1) if last - first + 1 == rows.numel() else rows
 
 
+class ExactViews:
+    """Views of stacked weights at a slot's exact rank, transposed for a product from the right.
+
+    A layer is asked for the same few views at every step, and making them costs more than a small product. What the
+    weights hold may change; where they lie may not.
+    """
+
+    def __init__(self, limit: int = 1 << 16) -> None:
+        self._limit = limit
+        # The key tells a layer by its first tensor, which the entry keeps: its id cannot become another's.
+        self._made: dict[tuple[int, int, int], tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+
+    def of(
+        self, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], slot: int, lora_rank: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For every slice A.T [in, rank] and B.T [rank, width]."""
+        key = (id(a[0]), slot, lora_rank)
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) >= self._limit:
+                self._made.clear()
+            views = [
+                (a_slice[slot, 0, :lora_rank].t(), b_slice[slot, 0, :, :lora_rank].t())
+                for a_slice, b_slice in zip(a, b, strict=True)
+            ]
+            found = self._made[key] = (a[0], views)
+        return found[1]
+
+
 def add_lora(
     y: torch.Tensor,
     x: torch.Tensor,
@@ -53,6 +82,7 @@ def add_lora(
     b: Sequence[torch.Tensor],
     widths: Sequence[int],
     groups: Sequence[RowGroup],
+    views: ExactViews,
     *,
     scale: float = 1.0,
 ) -> None:
@@ -61,16 +91,20 @@ def add_lora(
     Shapes: `x` [tokens, in], `y` [tokens, sum(widths)], `a[i]` [slots, 1, max_rank, in], `b[i]` [slots, 1, widths[i],
     max_rank]. Products are accumulated in float32 whatever the weights' dtype.
     """
+    plain = y.dtype == x.dtype == a[0].dtype == b[0].dtype == torch.float32
     for group in groups:
         rows = x[group.rows].float()
+        products = views.of(a, b, group.slot, group.lora_rank)
+        if plain and scale == 1.0 and isinstance(group.rows, slice):
+            for target, (weight_a, weight_b) in zip(y[group.rows].split(list(widths), 1), products, strict=True):
+                target.addmm_(torch.mm(rows, weight_a), weight_b)
+            continue
         offset = 0
-        for a_slice, b_slice, width in zip(a, b, widths, strict=True):
-            weight_a = a_slice[group.slot, 0, : group.lora_rank].float()
-            weight_b = b_slice[group.slot, 0, :, : group.lora_rank].float()
-            hidden = torch.mm(rows, weight_a.t())
+        for (weight_a, weight_b), width in zip(products, widths, strict=True):
+            hidden = torch.mm(rows, weight_a.float())
             if scale != 1.0:
                 hidden *= scale
-            add_rows(y, group.rows, torch.mm(hidden, weight_b.t()), offset, width)
+            add_rows(y, group.rows, torch.mm(hidden, weight_b.float()), offset, width)
             offset += width
 
 
