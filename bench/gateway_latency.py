@@ -330,11 +330,9 @@ def _model(args: argparse.Namespace) -> tuple[str, str]:
 def _what(args: argparse.Namespace) -> str:
     if args.fake:
         return "an engine that waits"
-    return (
-        f"vLLM on the CPU, {Path(args.serve).name}, adapter {Path(args.adapter).name}"
-        if args.serve
-        else str(args.model)
-    )
+    if args.serve:
+        return f"vLLM on the CPU, {Path(args.serve).name}, adapter {Path(args.adapter).name}"
+    return "vLLM on the CPU, the tests' tiny Llama, one adapter" if args.serve is not None else str(args.model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,12 @@
 """A push while a stream runs, on the demo's real model: how soon the adapter answers, and what the stream feels of it.
 
-    python bench/live_push.py [--rounds 8] [--models DIR]
+    python bench/live_push.py [--rounds 15] [--models DIR]
 
 Each round starts a stream of the base model through the gateway, pushes one of the demo's adapters under a new name
 with `manylora adapter push` (a process of its own, on the same machine) or in this process, asks it at once, and
-compares the stream's largest gap from the push on with its median. The result is JSON in bench/results/live-push.json.
+compares the stream's largest gap from the push on with its median. Every third round pushes nothing and asks an adapter
+that is in memory: what the stream feels then is the other request, and the machine. The result is JSON in
+bench/results/live-push.json.
 """
 
 # The commands are this file's own.
@@ -43,9 +45,11 @@ STREAM_TOKENS = 110
 TOKENS_BEFORE = 30
 STORY = "Tell me a story about a fisherman."
 QUESTION = "What is the capital of France?"
+KINDS = ("library", "command", "none")
+"""How a round pushes."""
 
 
-async def one_round(client: Client, settings: Settings, folder: str, name: str, *, by_cli: bool) -> dict[str, object]:
+async def one_round(client: Client, settings: Settings, folder: str, name: str, kind: str) -> dict[str, object]:
     """Push `folder` as `name` beside a stream; the figures of the round."""
     begun = asyncio.Event()
 
@@ -59,7 +63,8 @@ async def one_round(client: Client, settings: Settings, folder: str, name: str, 
     )
     await begun.wait()
     pushed_at = time.monotonic()
-    await asyncio.to_thread(_push, settings, ADAPTERS / folder, name, by_cli)
+    if kind != "none":
+        await asyncio.to_thread(_push, settings, ADAPTERS / folder, name, kind == "command")
     push_s = time.monotonic() - pushed_at
     asked = await client.ask(name, QUESTION, max_tokens=8)
     answer = await stream
@@ -68,7 +73,7 @@ async def one_round(client: Client, settings: Settings, folder: str, name: str, 
     largest_s = max(gap for at, gap in gaps if started + at > pushed_at)
     return {
         "adapter": folder,
-        "push": "command" if by_cli else "library",
+        "push": kind,
         "push_s": round(push_s, 3),
         "push_to_first_token_s": round(push_s + asked.first_token_s, 3),
         "median_gap_ms": round(1000 * median_s, 1),
@@ -101,21 +106,26 @@ async def measure(home: Path, models: Path, rounds: int) -> list[dict[str, objec
         figures = []
         async with Client(f"{server.origin}/v1", key) as client:
             await client.ask(base_model.NAME, STORY, max_tokens=20)
-            for number in range(-1, rounds):
-                folder = FOLDERS[number % len(FOLDERS)]
-                by_cli = bool(number % 2)
-                figure = await one_round(client, settings, folder, f"acme/round-{number % 1000}", by_cli=by_cli)
-                if number >= 0:  # the first push after a start warms what every later one finds warm
-                    figures.append(figure)
+            # The first push after a start warms what every later one finds warm.
+            await one_round(client, settings, FOLDERS[0], "acme/warm", "library")
+            for number in range(rounds):
+                kind = KINDS[number % len(KINDS)]
+                name = "acme/warm" if kind == "none" else f"acme/round-{number}"
+                figures.append(await one_round(client, settings, FOLDERS[number % len(FOLDERS)], name, kind))
         return figures
     finally:
         with contextlib.suppress(ProcessLookupError):
             server.stop()
 
 
+def medians(rounds: Sequence[dict[str, object]]) -> dict[str, float]:
+    names = ("push_to_first_token_s", "median_gap_ms", "largest_gap_ms", "gap_ratio")
+    return {name: round(statistics.median(float(str(each[name])) for each in rounds), 3) for name in names}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", type=Path, default=Path.home() / ".manylora" / "models")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args(argv)
@@ -125,10 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "what": f"{base_model.NAME} on the CPU, one stream, adapters of at most 2 MB",
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.machine()},
         "rounds": rounds,
-        "median": {
-            name: round(statistics.median(float(str(each[name])) for each in rounds), 3)
-            for name in ("push_to_first_token_s", "median_gap_ms", "largest_gap_ms", "gap_ratio")
-        },
+        "median": {kind: medians([each for each in rounds if each["push"] == kind]) for kind in KINDS},
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2) + "\n")
