@@ -146,6 +146,22 @@ def test_errors_of_the_engine_keep_their_meaning(world: World) -> None:
     assert answer.status_code == 500 and error_of(answer)["code"] == "engine_error" and "/opt" not in answer.text
 
 
+def test_a_failure_of_a_dying_engine_is_no_failure_of_the_request(world: World) -> None:
+    world.engine.behaviour = lambda request, body: engine_error(500, "EngineCore encountered an issue.")
+    world.engine.healthy = False
+    answer = world.chat("support")
+    assert answer.status_code == 503 and error_of(answer)["code"] == "service_unavailable"
+    assert int(answer.headers["retry-after"]) >= 1
+    world.engine.healthy = True
+    assert error_of(world.chat("support"))["code"] == "engine_error"
+
+
+def test_a_route_that_the_engine_does_not_have_for_this_model(world: World) -> None:
+    world.engine.behaviour = lambda request, body: JSONResponse({"detail": "Not Found"}, 404)
+    answer = world.chat("support")
+    assert answer.status_code == 404 and error_of(answer)["code"] == "unsupported_path"
+
+
 @pytest.mark.parametrize("status", [400, 500])
 def test_a_failed_load_fails_its_own_requests_only(world: World, status: int) -> None:
     def behaviour(request: Any, body: dict[str, Any]) -> Any:

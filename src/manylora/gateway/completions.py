@@ -150,6 +150,9 @@ class Generation:
         if failure is not None:
             self._parts.metrics.engine_failures.labels("refused" if failure.status < 500 else "failed").inc()
             _log_failure(exchange, failure)
+            if failure.status >= 500 and failure.code is None and not await self._parts.engine.healthy():
+                # Not this request's failure: the engine's processes are going down, and are started again.
+                raise engine_unavailable()
             raise Refusal(problem_from(failure, call.scrubber))
 
     async def _attempt(self, call: _Call, reply: Reply) -> EngineFailure | None:

@@ -15,10 +15,13 @@ from manylora.gateway.problems import INVALID_REQUEST, RETRY_AFTER_S, SERVER_ERR
 
 NOT_ON_DISK = "adapter_not_on_disk"
 LOAD_FAILED = "adapter_load_failed"
+NO_ROUTE = "no_route"
+"""Ours for what FastAPI answers where vLLM has no such path for the kind of model that it serves."""
 MAX_MESSAGE_CHARS = 2000
 
 _FAILED_MESSAGE = "The engine failed to answer this request."
 _TRACEBACK = "Traceback (most recent call last)"
+_NO_ROUTE_BODY = b'{"detail":"Not Found"}'
 _ANY_PATH = re.compile(r"(?<![\w/:.])/(?:[\w.@+~-]+/)+[\w.@+~-]*")
 _TYPES = {"BadRequestError": INVALID_REQUEST, "NotFoundError": INVALID_REQUEST, "InternalServerError": SERVER_ERROR}
 
@@ -47,6 +50,8 @@ class EngineFailure:
     @classmethod
     def read(cls, status: int, body: bytes) -> EngineFailure:
         """Read an error body; one in another shape leaves only the status."""
+        if status == 404 and body == _NO_ROUTE_BODY:
+            return cls(status, "", "", None, NO_ROUTE)
         try:
             info = msgspec.json.decode(body, type=_Body).error
         except (msgspec.DecodeError, RecursionError):
@@ -83,6 +88,8 @@ def problem_from(failure: EngineFailure, scrubber: Scrubber) -> Problem:
         reason = scrubber.clean(failure.message, any_path=True)
         message = f"The adapter '{scrubber.asked}' could not be loaded: {reason}".rstrip(": ")
         return Problem(failure.status if failure.status >= 500 else 500, message, SERVER_ERROR, LOAD_FAILED)
+    if failure.code == NO_ROUTE:
+        return Problem(404, "The model served here does not offer this path.", code="unsupported_path")
     if failure.code == NOT_ON_DISK or failure.status == 404:
         return unavailable(f"The engine cannot find '{scrubber.asked}' at the moment.")
     if failure.status >= 500:
