@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-if not os.environ.get("TRITON_INTERPRET"):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
@@ -22,7 +16,7 @@ from manylora.kernels.step_plan import ITEM_FIELDS, plan_step  # noqa: E402
 
 # Triton's interpreter turns arrays of one number into numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") else "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PDL = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9
 MODULES = (
     Module("qkv", 48, (48, 16, 16)),
@@ -37,6 +31,13 @@ MAX_RANK = 48
 # The interpreter computes with numpy, which has no products in bfloat16.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 Adapter = dict[int, list[Factors | None]]
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the tests' conftest, which had Triton imported this way."""
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def random_adapter(generator: torch.Generator, ranks: list[int], dtype: torch.dtype) -> Adapter:
