@@ -39,14 +39,14 @@ class DevicePlan:
 class Tuning:
     """Sizes that change speed only."""
 
-    shrink_programs: int = 1056
-    shrink_warps: int = 4
+    shrink_programs: int = 528
+    shrink_warps: int = 2
     shrink_step: int = 512
     shrink_stages: int = 4
     expand_programs: int = 2112
     expand_warps: int = 1
     expand_tile: int = 128
-    rank_tile: int = 32
+    rank_tile: int = 16
     dependent_launch: bool = True
 
 
