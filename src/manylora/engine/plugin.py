@@ -28,4 +28,5 @@ def register() -> None:
     vllm_internals.install(AdapterManager, GroupedCPUWrapper)
     vllm_internals.wait_without_spinning(CPU_PAUSE_S)
     vllm_internals.zero_new_kv_blocks()
+    vllm_internals.rewind_seeds()
     log.info("manylora is in place in vLLM %s", vllm_internals.vllm_version())

@@ -130,6 +130,14 @@ SEAMS = (
     ),
     Seam("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._zero_block_ids", ("block_ids",), (), "zeroes them"),
     Seam("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._zero_block_ids", ("block_ids",), (), "same"),
+    Seam("vllm.v1.worker.gpu_model_runner", "CachedRequestState", (), (), "the name we put ours in place of"),
+    Seam(
+        "vllm.v1.worker.gpu_input_batch",
+        "CachedRequestState",
+        (),
+        ("generator", "__post_init__"),
+        "a request with its random numbers",
+    ),
     Seam(
         "vllm.v1.engine.async_llm",
         "AsyncLLM.collective_rpc",

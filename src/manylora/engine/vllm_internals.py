@@ -92,6 +92,38 @@ def zero_new_kv_blocks() -> None:
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda self: True)
 
 
+def rewind_seeds() -> None:
+    """On the CPU, let a request with a seed have its prompt read in several steps.
+
+    After each step but the last, vLLM drops the sampled token and turns the request's generator back, by an offset that
+    PyTorch's CPU generators do not have: its engine dies of that. Ours go back to their seed, which is where they were:
+    nothing was kept before the prompt's end. (A request that is preempted and read anew begins its numbers anew.)
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.worker import gpu_model_runner
+
+    if not current_platform.is_cpu() or gpu_model_runner.CachedRequestState.__name__ == "RewindingRequestState":
+        return
+    import torch
+
+    class RewindingGenerator(torch.Generator):
+        def get_offset(self) -> int:
+            return 0
+
+        def set_offset(self, offset: int) -> None:
+            self.manual_seed(self.initial_seed())
+
+    class RewindingRequestState(gpu_model_runner.CachedRequestState):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            given: torch.Generator | None = self.generator
+            if given is not None:
+                self.generator: torch.Generator = RewindingGenerator(device=given.device)
+                self.generator.manual_seed(given.initial_seed())
+
+    gpu_model_runner.CachedRequestState = RewindingRequestState
+
+
 # ---- in the API server ----------------------------------------------------------------------------------------------
 
 
