@@ -198,6 +198,22 @@ def test_a_base_model_cannot_change_under_its_adapters(catalog: Catalog, base: B
         catalog.base_model("x" * 10_000)
 
 
+def test_an_adapter_and_a_base_model_never_share_a_name(
+    catalog: Catalog, base: BaseModel, make: Callable[..., Path]
+) -> None:
+    """The base model would answer in the adapter's place."""
+    catalog.register_base_model(replace(base, name="smol"), actor="me")
+    catalog.register_base_model(replace(base, name="acme/large"), actor="me")
+    for taken in ("acme/smol", "acme/large"):
+        with pytest.raises(Conflict, match="has the name of this adapter"):
+            catalog.publish(make(), AdapterName.parse(taken), base_model=base.name, actor="me")
+    catalog.publish(make(), AdapterName.parse("acme/support"), base_model=base.name, actor="me")
+    for name in ("support", "acme/support"):
+        with pytest.raises(Conflict, match="adapter acme/support has the name of this base model"):
+            catalog.register_base_model(replace(base, name=name), actor="me")
+    catalog.register_base_model(replace(base, name="other/support"), actor="me")
+
+
 # --- aliases ----------------------------------------------------------------------------------------------------------
 
 

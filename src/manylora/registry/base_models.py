@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from manylora.adapter import shown
+from manylora.adapter import AdapterName, shown
 from manylora.errors import Conflict, NotFound
 from manylora.registry import journal
 from manylora.registry.base_model import BaseModel
@@ -17,6 +17,7 @@ def register(connection: Connection, model: BaseModel, actor: str) -> None:
     """Add a base model, or bring its facts up to date; `Conflict` where its shapes changed under existing adapters."""
     known = connection.row(_BY_NAME, name=model.name)
     if known is None:
+        _refuse_name_of_an_adapter(connection, model.name)
         connection.change(
             "INSERT INTO base_models (name, config, modules, revision, vocab_size, source, aliases, created_at)"
             " VALUES (:name, :config, :modules, :revision, :vocab_size, :source, :aliases, :created_at)",
@@ -38,6 +39,33 @@ def register(connection: Connection, model: BaseModel, actor: str) -> None:
         **_columns(model),
     )
     journal.record(connection, actor, "base_model.update", model.name, revision=model.revision)
+
+
+def refuse_name(connection: Connection, name: AdapterName) -> None:
+    """`Conflict` for an adapter that a request could not tell from a base model: the base model would answer."""
+    taken = connection.row(
+        "SELECT name FROM base_models WHERE name = :short OR name = :full", short=name.name, full=str(name)
+    )
+    if taken is not None:
+        raise Conflict(
+            f"the base model '{shown(taken.name)}' has the name of this adapter", "call the adapter otherwise"
+        )
+
+
+def _refuse_name_of_an_adapter(connection: Connection, name: str) -> None:
+    tenant, _, rest = name.rpartition("/")
+    taken = connection.row(
+        "SELECT tenant, name FROM adapters WHERE removed_at IS NULL"
+        " AND (name = :name OR (tenant = :tenant AND name = :rest))",
+        name=name,
+        tenant=tenant,
+        rest=rest,
+    )
+    if taken is not None:
+        raise Conflict(
+            f"the adapter {taken.tenant}/{taken.name} has the name of this base model",
+            "serve the base model under another name (--served-model-name)",
+        )
 
 
 def find(connection: Connection, name: str) -> BaseModel:

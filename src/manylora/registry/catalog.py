@@ -100,6 +100,7 @@ class Catalog:
         with self._database.read() as connection:
             tenants.require(connection, name.tenant)
             base = base_models.find(connection, base_model)
+            base_models.refuse_name(connection, name)
         checked = publishing.check_folder(folder, base, max_bytes=self._max_adapter_bytes, force=force)
         with self._database.read() as connection:
             publishing.refuse_prefix_collision(connection, checked.digest)

@@ -13,7 +13,7 @@ from pathlib import Path
 from manylora.adapter import CANARY, ENGINE_DIGEST_CHARS, LIVE, AdapterName
 from manylora.errors import Conflict, InvalidAdapter, InvalidInput
 from manylora.peft_config import WEIGHTS_FILE
-from manylora.registry import adapters, aliases, journal, tenants
+from manylora.registry import adapters, aliases, base_models, journal, tenants
 from manylora.registry.base_copies import check_base_copies
 from manylora.registry.base_model import BaseModel
 from manylora.registry.compatibility import check
@@ -91,6 +91,7 @@ def make_visible(
 ) -> Published:
     """The rows of a push whose bytes are stored: a new version, or the one that has this content already."""
     tenants.require(connection, name.tenant)
+    base_models.refuse_name(connection, name)
     refuse_prefix_collision(connection, checked.digest)
     adapter = adapters.ensure(connection, name)
     known = adapters.find_content(connection, adapter, checked.digest)
