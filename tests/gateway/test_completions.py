@@ -152,8 +152,14 @@ def test_a_failure_of_a_dying_engine_is_no_failure_of_the_request(world: World) 
     answer = world.chat("support")
     assert answer.status_code == 503 and error_of(answer)["code"] == "service_unavailable"
     assert int(answer.headers["retry-after"]) >= 1
+    event = (
+        b'data: {"error":{"message":"EngineCore encountered an issue.","type":"InternalServerError","code":500}}\n\n'
+    )
+    world.engine.behaviour = lambda request, body: StreamingResponse(iter([event]), media_type="text/event-stream")
+    answer = world.chat("support", stream=True)
+    assert answer.status_code == 503 and error_of(answer)["code"] == "service_unavailable"
     world.engine.healthy = True
-    assert error_of(world.chat("support"))["code"] == "engine_error"
+    assert error_of(world.chat("support", stream=True))["code"] == "engine_error"
 
 
 def test_a_route_that_the_engine_does_not_have_for_this_model(world: World) -> None:

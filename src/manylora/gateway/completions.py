@@ -19,7 +19,7 @@ from manylora.gateway.client import ClientGone, run_for_client
 from manylora.gateway.drain import Drain
 from manylora.gateway.engine_client import EngineClient, read_answer
 from manylora.gateway.engine_connection import EngineConnection
-from manylora.gateway.engine_errors import NOT_ON_DISK, EngineFailure, Scrubber, problem_from
+from manylora.gateway.engine_errors import ENGINE_ERROR, NOT_ON_DISK, EngineFailure, Scrubber, problem_from
 from manylora.gateway.exchange import Exchange, Ledger
 from manylora.gateway.fetch import Fetcher
 from manylora.gateway.metrics import GatewayMetrics
@@ -116,6 +116,9 @@ class Generation:
     async def _fail(self, exchange: Exchange, reply: Reply, error: Exception) -> None:
         """Tell the client; once the answer has begun, an error can only be its last event."""
         problem = problem_of(error)
+        if problem.code == ENGINE_ERROR and not await self._parts.engine.healthy():
+            # Not this request's failure: the engine's processes are going down, and are started again.
+            problem = engine_unavailable().problem
         if problem is INTERNAL:
             self._parts.ledger.unexpected(exchange)
         elif reply.started:
@@ -150,9 +153,6 @@ class Generation:
         if failure is not None:
             self._parts.metrics.engine_failures.labels("refused" if failure.status < 500 else "failed").inc()
             _log_failure(exchange, failure)
-            if failure.status >= 500 and failure.code is None and not await self._parts.engine.healthy():
-                # Not this request's failure: the engine's processes are going down, and are started again.
-                raise engine_unavailable()
             raise Refusal(problem_from(failure, call.scrubber))
 
     async def _attempt(self, call: _Call, reply: Reply) -> EngineFailure | None:

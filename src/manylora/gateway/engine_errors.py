@@ -15,6 +15,7 @@ from manylora.gateway.problems import INVALID_REQUEST, RETRY_AFTER_S, SERVER_ERR
 
 NOT_ON_DISK = "adapter_not_on_disk"
 LOAD_FAILED = "adapter_load_failed"
+ENGINE_ERROR = "engine_error"
 NO_ROUTE = "no_route"
 """Ours for what FastAPI answers where vLLM has no such path for the kind of model that it serves."""
 MAX_MESSAGE_CHARS = 2000
@@ -103,4 +104,4 @@ def problem_from(failure: EngineFailure, scrubber: Scrubber) -> Problem:
 def _server_side(status: int) -> Problem:
     if status == 503:
         return unavailable("The engine cannot take this request at the moment.")
-    return Problem(status, _FAILED_MESSAGE, SERVER_ERROR, "engine_error")
+    return Problem(status, _FAILED_MESSAGE, SERVER_ERROR, ENGINE_ERROR)
