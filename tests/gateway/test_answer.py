@@ -157,6 +157,8 @@ def test_a_failed_load_names_the_adapter_and_never_a_path() -> None:
     )
     assert (told.status, told.code) == (500, "adapter_load_failed")
     assert told.message == "The adapter 'support' could not be loaded: support at [path]: shape [1, 2]"
+    told = problem(500, f"adapter {ENGINE}: rank 64 is too large", "adapter_load_failed")
+    assert told.message == "The adapter 'support' could not be loaded: rank 64 is too large"
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"error":"x"}', b"\xff", b"[" * 9999])

@@ -86,7 +86,7 @@ def problem_from(failure: EngineFailure, scrubber: Scrubber) -> Problem:
     admitted and that the engine does not know is the server's fault, never the client's.
     """
     if failure.code == LOAD_FAILED:
-        reason = scrubber.clean(failure.message, any_path=True)
+        reason = scrubber.clean(failure.message, any_path=True).removeprefix(f"adapter {scrubber.asked}: ")
         message = f"The adapter '{scrubber.asked}' could not be loaded: {reason}".rstrip(": ")
         return Problem(failure.status if failure.status >= 500 else 500, message, SERVER_ERROR, LOAD_FAILED)
     if failure.code == NO_ROUTE:
