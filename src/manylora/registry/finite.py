@@ -1,5 +1,5 @@
 """Are all numbers of an adapter finite and of a sane size? One NaN turns every answer of the adapter into noise, and so
-does a product that overflows; worse, such noise can stay behind in memory that other requests use next.
+does a product that overflows.
 
 A float is NaN, infinite or at least `MAX_MAGNITUDE` exactly when its exponent reaches a certain value. Masking the
 exponents and adding what is missing to the next power of two carries into the sign's place for just those, and Python's
