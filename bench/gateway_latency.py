@@ -259,7 +259,7 @@ SERVE_TIMEOUT_S = 300.0
 @contextlib.contextmanager
 def served_ways(folder: Path, model: str, adapter: str, port: int) -> Iterator[list[Way]]:
     """`manylora serve` on `model`, and `adapter` (a PEFT folder) through the gateway and on the engine directly."""
-    cli = [sys.executable, "-m", "manylora.cli.main", "--home", str(folder)]
+    cli = [sys.executable, "-m", "manylora", "--home", str(folder)]
     serve = [*cli, "serve", model, "--served-model-name", "base", "--port", str(port), "--", *VLLM_FLAGS]
     log = folder / "serve.log"
     with _child(serve, dict(os.environ), log):

@@ -85,7 +85,7 @@ async def one_round(client: Client, settings: Settings, folder: str, name: str, 
 
 def _push(settings: Settings, folder: Path, name: str, by_cli: bool) -> None:
     if by_cli:
-        command = [sys.executable, "-m", "manylora.cli.main", "adapter", "push", str(folder), name]
+        command = [sys.executable, "-m", "manylora", "adapter", "push", str(folder), name]
         subprocess.run(command, check=True, env=settings.child_env(), stdout=subprocess.DEVNULL)
         return
     with Catalog.open(settings) as catalog:

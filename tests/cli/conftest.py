@@ -56,8 +56,6 @@ def home(tmp_path: Path) -> Path:
 def cli(home: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run a command line in this process, with its own home."""
     monkeypatch.setenv("MANYLORA_HOME", str(home))
-    # The priority of the process that runs the tests is not the command's to change.
-    monkeypatch.setattr("manylora.cli.adapters.give_way", lambda: None)
 
     def run(*args: object) -> Outcome:
         result = CliRunner().invoke(app, [str(arg) for arg in args])

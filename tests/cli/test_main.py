@@ -22,7 +22,7 @@ Cli = Callable[..., Any]
 
 def run(*args: str, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "manylora.cli.main", *args],
+        [sys.executable, "-P", "-m", "manylora", *args],
         env={**os.environ, "MANYLORA_HOME": str(home), **env},
         capture_output=True,
         text=True,
@@ -157,7 +157,7 @@ def test_as_a_process(home: Path) -> None:
 def test_a_closed_pipe_is_no_traceback(home: Path) -> None:
     run("tenant", "create", "acme", home=home)
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "manylora.cli.main", "tenant", "list", "--json"],
+        [sys.executable, "-P", "-m", "manylora", "tenant", "list", "--json"],
         env={**os.environ, "MANYLORA_HOME": str(home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

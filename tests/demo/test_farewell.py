@@ -59,4 +59,4 @@ def test_by_the_shorter_path_where_it_does_not(installed: Path, tmp_path: Path, 
 def test_by_its_module_where_it_was_started_so(tmp_path: Path) -> None:
     module = tmp_path / "main.py"
     module.write_text("")
-    assert manylora_command(module, tmp_path, None).endswith(" -m manylora.cli.main")
+    assert manylora_command(module, tmp_path, None).endswith(" -m manylora")

@@ -23,7 +23,7 @@ from manylora.cli.output import (
     warn,
 )
 from manylora.cli.push_progress import push_progress
-from manylora.cli.session import DEFAULT_TENANT, actor, ensure_default_tenant, give_way, session_of
+from manylora.cli.session import DEFAULT_TENANT, actor, ensure_default_tenant, session_of
 from manylora.errors import InvalidInput, InvalidName, NotFound
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ def push(
     """
     adapter, metadata = _parse_name(name), _parse_metadata(meta or [])
     session = session_of(ctx)
-    give_way()
     with session.catalog() as catalog:
         base_model = base or _only_base_model(catalog)
         if adapter.tenant == DEFAULT_TENANT:

@@ -68,12 +68,3 @@ app.add_typer(keys.app, name="key")
 app.add_typer(grants.app, name="grant")
 app.command(short_help="Show who changed what, and when.")(audit.audit)
 app.command(short_help="Show it all on a small real model.")(demo.demo)
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from manylora.registry.catalog import Catalog
 
 DEFAULT_TENANT = "default"
-GIVING_WAY = 5
-"""A nice value: streams of an engine on the same few cores go first, and a push still ends within a second or two."""
 
 
 @dataclass(slots=True)
@@ -65,11 +63,3 @@ def ensure_default_tenant(catalog: Catalog) -> None:
     """The tenant of names without one comes into being when it is first needed."""
     if DEFAULT_TENANT not in {tenant.name for tenant in catalog.tenants()}:
         catalog.create_tenant(DEFAULT_TENANT, actor=actor())
-
-
-def give_way() -> None:
-    """Lower this process's priority to `GIVING_WAY`, if it is higher.
-
-    An engine on this machine may be amid its streams.
-    """
-    os.setpriority(os.PRIO_PROCESS, 0, max(GIVING_WAY, os.getpriority(os.PRIO_PROCESS, 0)))

@@ -39,7 +39,7 @@ def manylora_command(executable: Path, working_folder: Path, on_path: str | None
     if on_path is not None and Path(on_path).resolve() == executable.resolve():
         return "manylora"
     if not os.access(executable, os.X_OK) or executable.suffix == ".py":
-        return f"{shlex.quote(sys.executable)} -m manylora.cli.main"
+        return f"{shlex.quote(sys.executable)} -m manylora"
     relative = os.path.relpath(executable, working_folder)
     return shlex.quote(min(str(executable), relative, key=len))
 

@@ -45,7 +45,7 @@ class Server:
     @classmethod
     def start(cls, settings: Settings, model: Path, name: str, vllm_flags: Sequence[str]) -> Server:
         """Start serving `model` as `name`, in a session of its own: Ctrl-C at the terminal is the demo's to handle."""
-        argv = [sys.executable, "-P", "-m", "manylora.cli.main", "serve", str(model), "--served-model-name", name]
+        argv = [sys.executable, "-P", "-m", "manylora", "serve", str(model), "--served-model-name", name]
         argv += ["--host", settings.host, "--port", str(settings.port), "--", *vllm_flags]
         log = settings.home / "serve.log"
         demo_pid = os.getpid()

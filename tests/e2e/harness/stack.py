@@ -239,7 +239,7 @@ def create_stack(zoo: Zoo, *vllm_args: str) -> Stack:
 
 
 def cli_argv() -> list[str]:
-    return [sys.executable, "-c", "import sys; from manylora.cli.main import main; sys.exit(main())"]
+    return [sys.executable, "-c", "import sys; from manylora.__main__ import main; sys.exit(main())"]
 
 
 def _tenant(catalog: Catalog, tenant: str) -> str:
