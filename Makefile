@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help setup demo test test-unit test-engine lint format bench-gateway bench-live-push lock clean
+.PHONY: help setup demo test test-unit test-engine lint format bench-gateway bench-live-push bench-cpu lock clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -48,6 +48,9 @@ format: setup  ## rewrite the code in the house format
 
 bench-gateway: setup  ## what the gateway adds to the time to first token, against the engine itself
 	$(BIN)/python bench/gateway_latency.py --serve
+
+bench-cpu: setup  ## decode with six adapters on the CPU engine: stock vLLM and manylora
+	$(BIN)/python bench/cpu_decode.py
 
 bench-live-push: setup  ## a push beside a running stream: time to first token, and the stream's largest gap
 	$(BIN)/python bench/live_push.py

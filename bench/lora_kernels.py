@@ -13,13 +13,13 @@ import argparse
 import json
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from manylora.kernels.paged_lora import GROUP_TOKENS, DevicePlan, Tuning, add_lora, sums_numel
+from manylora.kernels.paged_lora import GROUP_TOKENS, DevicePlan, Tuning, add_lora, sums_numel, tile_tokens
 from manylora.kernels.pages import ROWS, Layout, Module
 from manylora.kernels.pool import AdapterPool
 from manylora.kernels.step_plan import ITEM_FIELDS, capacity, plan_step
@@ -42,6 +42,7 @@ CASES = {
     "32 × 32": list(range(32)),
     "256 × 1": [1] * 256,
     "256 × 32": [token % 32 for token in range(256)],
+    "8 prompts of 1024 × 8": [token // 1024 for token in range(8192)],
 }
 WEIGHTS = 4
 """Base weights of each kind that the layers take in turn: more than the cache holds."""
@@ -65,11 +66,14 @@ def filled_pool(ranks: list[int]) -> tuple[AdapterPool, np.ndarray, np.ndarray]:
 
 def device_plan(of_token: list[int], tables: np.ndarray, blocks: np.ndarray) -> DevicePlan:
     """The step's plan in buffers of the size that a captured graph would have."""
-    plan = plan_step(np.array(of_token, np.int32), tables, blocks, GROUP_TOKENS)
+    plan = plan_step(np.array(of_token, np.int32), tables, blocks, GROUP_TOKENS, tile_tokens(len(of_token)))
     groups, items = capacity(len(of_token), GROUP_TOKENS, ADAPTERS, MAX_RANK)
     all_groups, all_items = np.zeros((groups, 4), np.int32), np.zeros((items, ITEM_FIELDS), np.int32)
     all_groups[: len(plan.groups)], all_items[: len(plan.items)] = plan.groups, plan.items
-    return DevicePlan(*(torch.from_numpy(part).cuda() for part in (plan.order, all_groups, all_items, plan.counts)))
+    all_tiles = np.zeros((len(of_token) // GROUP_TOKENS + 1, 4), np.int32)
+    all_tiles[: len(plan.tiles)] = plan.tiles
+    parts = (plan.order, all_groups, all_items, all_tiles, plan.counts)
+    return DevicePlan(*(torch.from_numpy(part).cuda() for part in parts))
 
 
 def graph_ms(step: Callable[[], None]) -> float:
@@ -93,7 +97,7 @@ def graph_ms(step: Callable[[], None]) -> float:
     return statistics.median(times[3:])
 
 
-def measure(tuning: Tuning) -> list[dict[str, object]]:
+def measure(tuning: Tuning, cases: Sequence[str] = tuple(CASES)) -> list[dict[str, object]]:
     ranks = [RANKS[number % len(RANKS)] for number in range(ADAPTERS)]
     pool, tables, blocks = filled_pool(ranks)
     weights = {
@@ -103,10 +107,11 @@ def measure(tuning: Tuning) -> list[dict[str, object]]:
         for name, k, widths in SHAPES
     }
     rows: list[dict[str, object]] = []
-    for case, of_token in CASES.items():
+    for case in cases:
+        of_token = CASES[case]
         tokens = len(of_token)
         plan = device_plan(of_token, tables, blocks)
-        sums = torch.empty(sums_numel(pool, tokens, MAX_RANK), device="cuda")
+        sums = torch.empty(sums_numel(pool, tokens, MAX_RANK, tuning), device="cuda")
         x = {k: torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16) for _, k, _ in SHAPES}
         y = {name: torch.zeros(tokens, sum(widths), device="cuda", dtype=torch.bfloat16) for name, _, widths in SHAPES}
 

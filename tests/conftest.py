@@ -22,5 +22,5 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # and tests of other folders import it; the engines that tests start must not see the variable.
 if importlib.util.find_spec("triton") is not None and not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
-    importlib.import_module("manylora.kernels.paged_kernels")
+    importlib.import_module("manylora.kernels.paged_lora")
     del os.environ["TRITON_INTERPRET"]

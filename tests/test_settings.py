@@ -15,6 +15,7 @@ def test_everything_lies_under_the_home(tmp_path: Path) -> None:
     assert (settings.disk_tier, settings.run_dir) == (tmp_path / "disk", tmp_path / "run")
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
     assert settings.adapter_roots == ()
+    assert settings.adapter_memory == "12%"
 
 
 def test_without_a_word_the_home_is_the_users() -> None:
@@ -30,6 +31,7 @@ def test_each_setting_is_read(tmp_path: Path) -> None:
             "MANYLORA_BLOB_URL": "s3://bucket/x",
             "MANYLORA_DISK_TIER": "~/disk",
             "MANYLORA_PORT": "0",
+            "MANYLORA_ADAPTER_MEMORY": "8GiB",
             "MANYLORA_MAX_ADAPTER_BYTES": "2048",
             "MANYLORA_ADAPTER_ROOTS": f"{tmp_path}:{tmp_path / 'x'}:",
             "MANYLORA_UPSTREAM_TIMEOUT_S": "1.5",
@@ -41,6 +43,7 @@ def test_each_setting_is_read(tmp_path: Path) -> None:
     assert settings.blob_url == "s3://bucket/x"
     assert settings.disk_tier.is_absolute()
     assert settings.adapter_roots == (tmp_path.resolve(), (tmp_path / "x").resolve())
+    assert settings.adapter_memory == "8GiB"
     assert (settings.port, settings.max_adapter_bytes, settings.upstream_timeout_s) == (0, 2048, 1.5)
 
 

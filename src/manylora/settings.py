@@ -17,6 +17,9 @@ PREFIX = "MANYLORA_"
 KIB = 1024
 MIB = 1024 * KIB
 
+DEFAULT_ADAPTER_MEMORY = "12%"
+"""A share of the device's memory: about a hundred adapters of rank 32 for a model of 8 billion parameters on 141 GB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -36,6 +39,8 @@ class Settings:
     port: int
     max_body_bytes: int
     """Largest request body that the gateway reads."""
+    adapter_memory: str
+    """Memory for adapters where they are computed with: a share of the device's such as 12%, or a size such as 8GiB."""
     max_adapter_bytes: int
     """Largest adapter file that may be published."""
     adapter_roots: tuple[Path, ...]
@@ -58,6 +63,7 @@ class Settings:
             host=read.text("host", "127.0.0.1"),
             port=read.integer("port", 8000, 0, 65535),
             max_body_bytes=read.integer("max_body_bytes", 8 * MIB, KIB, 1024 * MIB),
+            adapter_memory=read.text("adapter_memory", DEFAULT_ADAPTER_MEMORY),
             max_adapter_bytes=read.integer("max_adapter_bytes", 4096 * MIB, KIB, 1024 * 1024 * MIB),
             adapter_roots=read.paths("adapter_roots"),
             upstream_timeout_s=read.seconds("upstream_timeout_s", 600.0),

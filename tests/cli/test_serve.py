@@ -53,6 +53,15 @@ def test_a_port_is_a_port(cli: Cli, port: str) -> None:
     assert cli("serve", "model", "--port", port).code == 2
 
 
+@pytest.mark.parametrize("size", ["95%", "8GB", "much"])
+def test_adapter_memory_that_cannot_be_used(cli: Cli, base_folder: Path, size: str) -> None:
+    outcome = cli("serve", base_folder, "--adapter-memory", size)
+    assert outcome.code == 3
+    error, hint = outcome.err.splitlines()[-2:]
+    assert repr(size) in error
+    assert "8GiB" in hint
+
+
 class Served:
     """A running `manylora serve` over fake children."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from manylora.engine.http import AdapterDoor, Message, Receive, Scope, Send
 from manylora.engine.metrics import EngineMetrics
-from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, Residency
-from manylora.engine.settings import EngineSettings
+from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, Loaded, Residency, Resident
+from manylora.engine.settings import AdapterMemorySize, EngineSettings
 
 DIGEST = "3f9c2a1b0d4e5f60" + "0" * 48
 NAME = "acme/support@v7-3f9c2a1b0d4e5f60"
@@ -30,6 +31,7 @@ class FakeAccount:
         self.inside: list[str] = []
         self.error: Exception | None = None
         self.evictable: dict[str, int] = {}
+        self.resident: list[Resident] = []
 
     @asynccontextmanager
     async def lease(self, engine_name: str, find_folder: Any) -> AsyncIterator[None]:
@@ -44,18 +46,21 @@ class FakeAccount:
         yield
         self.inside.remove(engine_name)
 
-    def residents(self) -> list[Any]:
-        return []
+    def residents(self) -> list[Resident]:
+        return self.resident
 
     async def evict(self, name: str) -> int | None:
         return self.evictable.pop(name, None)
 
 
 class FakeWorkers:
-    """Workers with nothing on the device."""
+    """Workers that hold what the test says."""
+
+    def __init__(self) -> None:
+        self.adapters: list[int] = []
 
     async def residency(self) -> dict[str, Any]:
-        return {"device": [], "device_slots": 2, "device_evictions": 3, "in_step_loads": 0}
+        return {"adapters": self.adapters, "budget_bytes": 1000, "used_bytes": 300, "in_step_loads": 5}
 
 
 class World:
@@ -65,8 +70,9 @@ class World:
         self.account = FakeAccount()
         self.reached: list[tuple[str, bytes, tuple[str, ...]]] = []
         self.registry = CollectorRegistry()
-        settings = EngineSettings(disk_tier=tier, admission_wait_s=1, load_timeout_s=1, allow_untested_vllm=False)
-        connected: Any = (self.account, FakeWorkers())
+        settings = EngineSettings(tier, AdapterMemorySize(bytes_=1000), 1, 1, allow_untested_vllm=False)
+        self.workers = FakeWorkers()
+        connected: Any = (self.account, self.workers)
         self.door = AdapterDoor(
             self._vllm, settings=settings, metrics=EngineMetrics(self.registry), connect=lambda state: connected
         )
@@ -152,22 +158,52 @@ async def test_vllms_load_routes_are_closed(world: World, path: str) -> None:
     assert world.reached == []
 
 
-async def test_evict_and_residency(world: World) -> None:
+async def test_evict(world: World) -> None:
     world.account.evictable[NAME] = 42
     body = json.dumps({"engine_name": NAME}).encode()
     assert await world.ask("POST", "/manylora/v1/evict", body) == (200, {"freed_bytes": 42})
     assert (await world.ask("POST", "/manylora/v1/evict", body))[0] == 404
     assert (await world.ask("POST", "/manylora/v1/evict", b"[]"))[0] == 400
-    status, answer = await world.ask("GET", "/manylora/v1/residency")
-    assert (status, answer["budget"]) == (200, {"host_adapters": 4, "device_adapters": 2})
     assert (await world.ask("GET", "/manylora/v1/other"))[0] == 404
 
 
+def resident(lora_id: int, loaded: Loaded | None, in_flight: int = 0) -> Resident:
+    ready: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+    if loaded is not None:
+        ready.set_result(loaded)
+    return Resident(f"acme/a@v{lora_id}-3f9c2a1b0d4e5f60", lora_id, Path("/tier") / DIGEST, ready, in_flight)
+
+
+async def test_residency_says_what_is_where_and_what_it_takes(world: World) -> None:
+    world.account.resident = [
+        resident(1, Loaded(200, 0.1), in_flight=2),
+        resident(2, None, 1),
+        resident(3, Loaded(9, 1)),
+    ]
+    world.workers.adapters = [1, 2]
+    status, answer = await world.ask("GET", "/manylora/v1/residency")
+    assert status == 200
+    assert answer["budget"] == {"adapters": 4, "bytes": 1000, "used_bytes": 300}
+    assert answer["adapters"][0] == {
+        "engine_name": "acme/a@v1-3f9c2a1b0d4e5f60",
+        "digest": DIGEST,
+        "tier": "device",
+        "in_flight": 2,
+        "size_bytes": 200,
+    }
+    # One whose load has not ended, and one that the workers do not have (any more).
+    assert [each["tier"] for each in answer["adapters"]] == ["device", "loading", "loading"]
+    assert [each["size_bytes"] for each in answer["adapters"]] == [200, 0, 9]
+
+
 async def test_metrics_are_refreshed_on_the_way(world: World) -> None:
+    world.workers.adapters = [1, 2]
     assert await world.ask("GET", "/metrics") == (200, "vllm")
     value = world.registry.get_sample_value
-    assert value("manylora:adapter_evictions_total", {"tier": "device", "reason": "lru"}) == 3
-    assert value("vllm:num_loras_in_gpu") == 0
+    assert value("vllm:num_loras_in_gpu") == 2
+    assert value("manylora:adapters", {"tier": "device"}) == 2
+    assert value("manylora:adapter_bytes", {"tier": "device"}) == 300
+    assert value("manylora:adapter_in_step_loads") == 5
 
 
 async def test_caller_that_leaves_while_sending_reaches_nobody(world: World) -> None:

@@ -53,8 +53,34 @@ def test_plugin_is_among_those_that_vllm_is_told_to_load(given: str, expected: s
 
 
 @pytest.mark.parametrize(
-    ("args", "expected"),
-    [([], "64"), (["--max-loras", "128"], "128"), (["--max-loras=4"], "64"), (["--max_loras=100"], "100")],
+    ("args", "batch", "held"),
+    [
+        ([], "1024", "1024"),
+        (["--max-loras", "2048"], "2048", "2048"),
+        (["--max-loras=4"], "4", "1024"),
+        (["--max_loras=2000"], None, "2000"),
+        (["--max-cpu-loras", "16"], "16", "16"),
+        (["--max_cpu_loras=4096"], "1024", None),
+        (["--max-loras=4", "--max-cpu-loras=8"], None, None),
+    ],
 )
-def test_host_memory_holds_at_least_a_batch(args: list[str], expected: str) -> None:
-    assert flag(launch.command("m", vllm_args=args, env={}, **PATHS).argv, "--max-cpu-loras") == expected
+def test_memory_holds_at_least_a_batch(args: list[str], batch: str | None, held: str | None) -> None:
+    argv = launch.command("m", vllm_args=args, env={}, **PATHS).argv
+    given = {name.replace("_", "-"): value for name, _, value in (arg.partition("=") for arg in args)}
+    for name, expected in (("--max-loras", batch), ("--max-cpu-loras", held)):
+        if expected is None:
+            assert name not in argv
+        elif name not in given:
+            assert flag(argv, name) == expected
+
+
+def test_adapter_memory_reaches_the_engine() -> None:
+    plain = launch.command("m", env={"MANYLORA_ENGINE_ADAPTER_MEMORY": "1%"}, **PATHS)
+    assert plain.env["MANYLORA_ENGINE_ADAPTER_MEMORY"] == "12%"
+    assert launch.command("m", adapter_memory="8GiB", env={}, **PATHS).env["MANYLORA_ENGINE_ADAPTER_MEMORY"] == "8GiB"
+
+
+def test_adapter_memory_that_cannot_be_used_is_refused_before_anything_starts() -> None:
+    with pytest.raises(InvalidSettings, match="'95%'") as caught:
+        launch.command("m", adapter_memory="95%", env={}, **PATHS)
+    assert caught.value.hint

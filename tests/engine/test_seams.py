@@ -29,6 +29,16 @@ def test_release_has_every_seam_in_the_expected_shape(version: str) -> None:
     assert list(problems(SEAMS, _sources().source_reader(version))) == []
 
 
+def test_each_module_is_read_once() -> None:
+    read: list[str] = []
+
+    def source_of(module: str) -> None:
+        read.append(module)
+
+    list(problems(SEAMS, source_of))
+    assert len(read) == len(set(read))
+
+
 def test_the_installed_release_is_a_tested_one() -> None:
     from manylora.engine.launch import require_engine
 
@@ -61,6 +71,9 @@ class Door:
         (Seam("m", "Door.open", ("lock",)), "m.Door.open no longer takes lock ()"),
         (Seam("m", "Door", (), ("knob",)), "m.Door no longer has knob ()"),
         (Seam("gone", "Door"), "gone does not exist ()"),
+        (Seam("renamed", "Door", former_module="m"), ""),
+        (Seam("renamed", "Window", former_module="m"), "renamed.Window does not exist ()"),
+        (Seam("renamed", "Door", former_module="gone"), "renamed does not exist ()"),
     ],
 )
 def test_says_what_changed(seam: Seam, expected: str) -> None:

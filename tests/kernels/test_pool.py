@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manylora.errors import Unavailable  # noqa: E402
+from manylora.kernels.packing import Factors, pack  # noqa: E402
 from manylora.kernels.pages import ZERO_PAGE, Layout, Module  # noqa: E402
-from manylora.kernels.pool import AdapterPool, Extents, Factors, Placed, PoolFull  # noqa: E402
+from manylora.kernels.pool import AdapterPool, Extents, Placed, PoolFull  # noqa: E402
 
 MODULES = (Module("qkv", 256, (256, 64, 64)), Module("down", 704, (256,)))
 Adapter = dict[int, list[Factors | None]]
@@ -24,6 +25,10 @@ def adapter(lora_rank: int, modules: tuple[int, ...] = (0, 1)) -> Adapter:
         ]
         for number in modules
     }
+
+
+def place(pool: AdapterPool, weights: Adapter) -> Placed:
+    return pool.place(pack(pool.layout, weights, torch.float32))
 
 
 def read_back(pool: AdapterPool, placed: Placed, number: int, slice_: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +67,7 @@ def test_adapters_keep_their_weights_under_churn() -> None:
             pool.remove(held.pop(draw.randrange(len(held)))[0])
         weights = adapter(draw.choice([1, 4, 8, 12, 33]), draw.choice([(0, 1), (0,), (1,)]))
         try:
-            held.append((pool.place(weights), weights))
+            held.append((place(pool, weights), weights))
         except PoolFull:
             refused += 1
             pool.remove(held.pop(0)[0])
@@ -76,23 +81,24 @@ def test_adapters_keep_their_weights_under_churn() -> None:
     for placed, _ in held:
         pool.remove(placed)
     assert pool.free_pages == pool.pages.shape[0] - 1
-    assert pool.place(adapter(8)).rank_blocks == 1
+    assert place(pool, adapter(8)).rank_blocks == 1
 
 
 def test_a_full_block_of_ranks_wastes_no_more_than_the_layout_says() -> None:
     pool = AdapterPool(Layout.of(MODULES), 4_000_000, torch.float32, "cpu")
-    placed = pool.place(adapter(16))
-    held = len(placed.pages) * pool.page_bytes
-    assert placed.rows_bytes <= held <= placed.rows_bytes / (1 - pool.layout.waste()) + 1
+    packed = pack(pool.layout, adapter(16), torch.float32)
+    held = len(pool.place(packed).pages) * pool.page_bytes
+    assert held == packed.nbytes
+    assert packed.exact_bytes <= held <= packed.exact_bytes / (1 - pool.layout.waste()) + 1
 
 
 def test_a_full_pool_refuses_and_changes_nothing() -> None:
     pool = AdapterPool(Layout.of(MODULES), 160_000, torch.float32, "cpu")
     kept_weights = adapter(8)
-    kept = pool.place(kept_weights)
+    kept = place(pool, kept_weights)
     free, table = pool.free_pages, pool.table.clone()
     with pytest.raises(PoolFull, match=r"needs \d+ pages, and \d+ are free"):
-        pool.place(adapter(64))
+        place(pool, adapter(64))
     assert pool.free_pages == free
     assert torch.equal(pool.table, table)
     check(pool, kept, kept_weights)

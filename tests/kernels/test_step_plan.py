@@ -26,9 +26,17 @@ def test_every_token_is_in_one_group_of_its_adapter(of_token: list[int], group_t
         for row in rows:
             assert (table, blocks) == (TABLES[of_token[row]], BLOCKS[of_token[row]])
     assert sorted(seen) == [row for row, adapter in enumerate(of_token) if adapter >= 0]
-    assert plan.counts.tolist() == [len(plan.items), len(plan.groups)]
-    blocks_of = plan.groups[:, 1].tolist()
-    assert blocks_of == sorted(blocks_of, reverse=True)
+    assert plan.counts.tolist() == [
+        len(plan.items),
+        len(plan.groups),
+        len(plan.tiles),
+        np.count_nonzero(plan.items[:, 4] == 1),
+    ]
+    for groups in (plan.groups[plan.groups[:, 3] == 1], plan.groups[plan.groups[:, 3] > 1]):
+        blocks_of = groups[:, 1].tolist()
+        assert blocks_of == sorted(blocks_of, reverse=True)
+    of_one = (plan.groups[:, 3] == 1).tolist()
+    assert of_one == sorted(of_one, reverse=True)
     expected = [[*group[:2], block, *group[2:]] for group in plan.groups.tolist() for block in range(group[1])]
     assert plan.items[:, :5].tolist() == expected
     most_groups, most_items = capacity(len(of_token), group_tokens, 4, 512)

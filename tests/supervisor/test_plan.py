@@ -33,6 +33,19 @@ def test_engine_and_gateway_share_socket_name_and_settings(settings: Settings, t
     assert plan.GATEWAY_GRACE_S + plan.ENGINE_GRACE_S < 8
 
 
+def test_adapter_memory_reaches_the_engine(tmp_path: Path) -> None:
+    env = {"MANYLORA_HOME": str(tmp_path), "MANYLORA_ADAPTER_MEMORY": "3GiB"}
+    settings = Settings.from_env(env)
+    made = plan.make(settings, RunDir(settings.run_dir, -1), "m", "base", [])
+    assert made.engine.env["MANYLORA_ENGINE_ADAPTER_MEMORY"] == "3GiB"
+
+
+def test_adapter_memory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    settings = Settings.from_env({"MANYLORA_HOME": str(tmp_path), "MANYLORA_ADAPTER_MEMORY": "much"})
+    with pytest.raises(InvalidSettings, match="'much'"):
+        plan.make(settings, RunDir(settings.run_dir, -1), "m", "base", [])
+
+
 @pytest.mark.parametrize(
     "flag",
     ["--uds=/tmp/x", "--host", "--port=1", "--api-key", "--lora-modules", "--lora_modules", "--served-model-name"],

@@ -39,6 +39,14 @@ def serve(
         list[Path] | None,
         typer.Option("--adapter-root", metavar="PATH", help="Where /v1/load_lora_adapter may read; repeatable."),
     ] = None,
+    adapter_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter-memory",
+            metavar="SIZE",
+            help="Memory for adapters: a share of the device's, or a size such as 8GiB [default: 12%].",
+        ),
+    ] = None,
     home: Annotated[
         Path | None, typer.Option("--home", metavar="PATH", help="Folder of registry, blobs and logs.")
     ] = None,
@@ -51,15 +59,17 @@ def serve(
     \b
     Examples:
       manylora serve ./models/SmolLM2-135M-Instruct --served-model-name smol
-      manylora serve meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 -- --max-model-len 8192 --max-loras 32
+      manylora serve meta-llama/Llama-3.1-8B-Instruct --host 0.0.0.0 --adapter-memory 16GiB -- --max-model-len 8192
     """
     session = session_of(ctx)
     session.home = home or session.home
-    settings = _settings(session, host, port, adapter_root or [])
+    settings = _settings(session, host, port, adapter_root or [], adapter_memory)
     raise typer.Exit(_run(session, settings, model, served_model_name, vllm_flags or []))
 
 
-def _settings(session: Session, host: str | None, port: int | None, adapter_roots: list[Path]) -> Settings:
+def _settings(
+    session: Session, host: str | None, port: int | None, adapter_roots: list[Path], adapter_memory: str | None
+) -> Settings:
     """The settings with what the flags say instead of the environment."""
     settings = session.settings()
     roots = tuple(root.expanduser().resolve() for root in adapter_roots)
@@ -68,6 +78,7 @@ def _settings(session: Session, host: str | None, port: int | None, adapter_root
         host=settings.host if host is None else host,
         port=settings.port if port is None else port,
         adapter_roots=roots or settings.adapter_roots,
+        adapter_memory=adapter_memory or settings.adapter_memory,
     )
 
 
@@ -79,6 +90,7 @@ def _run(session: Session, settings: Settings, model: str, served_name: str | No
 
     _check_arguments(model, vllm_flags)
     launch.check_vllm_args(vllm_flags)
+    launch.check_adapter_memory(settings.adapter_memory)
     launch.require_engine()
     with run_dir.owned(settings.run_dir) as owned:
         settings = replace(settings, port=plan.free_port(settings.host, settings.port))

@@ -1,45 +1,60 @@
-"""The worker's side of an adapter's life: read and checked beside the step loop, registered between steps, activated in
-one.
+"""The worker's side of an adapter's life: read, checked and packed beside the step loop, placed between two steps.
 
-    prepare    (loader thread)  disk → host tensors: digest, ranks, shapes and names checked; fused; nothing shared
-    touched register   (step thread)    the prepared adapter becomes known to vLLM: a dictionary entry
-    activate   (step thread)    host → device slot: at once where one is free, else when a step first needs it
-    forget     (step thread)    both copies dropped
+    prepare    (loader thread)  disk → host tensors: digest, ranks, shapes and names checked; fused and packed
+    register   (step thread)    into the store, whole; from then on a step may use it
+    forget     (step thread)    out of it
 
-vLLM's own manager reads from disk and activates in whichever order a step's set iterates; that remains only as the last
-resort for adapters that came by another way than `manylora.engine.http` (the offline `LLM` class, say).
+vLLM's own manager reads from disk and copies into slots in whichever order a step's set iterates. Something of the kind
+remains only as the last resort for adapters that came by another way than `manylora.engine.http` (the offline `LLM`
+class, say).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manylora.adapter import DIGEST_HEX_CHARS
 from manylora.engine import vllm_internals as vllm_seam
 from manylora.errors import CorruptBlob, InvalidAdapter, ManyloraError
+from manylora.kernels.pool import PoolFull
+from manylora.kernels.stores import AdapterStore, Packed
 from manylora.peft_config import CONFIG_FILE, WEIGHTS_FILE, LoraScaling, adapter_digest
 
 _CHUNK_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedAdapter:
+    """An adapter that is read and checked, in the form that the worker's store takes."""
+
+    lora: vllm_seam.LoRAModel
+    """What vLLM knows it by; without its weights."""
+    packed: Packed
+    modules: int
+    unknown: tuple[str, ...]
+    """Modules that this worker does not have: with pipeline parallelism another one must have them, else they would
+    silently be left out."""
+
+
 class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
-    """vLLM's worker manager with loading taken out of the step."""
+    """vLLM's worker manager with loading taken out of the step, over an adapter store."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.device_evictions = 0
         self.in_step_loads = 0
 
-    def prepare(self, request: vllm_seam.LoRARequest) -> tuple[vllm_seam.LoRAModel, tuple[str, ...]]:
-        """Read an adapter's folder into fused host tensors; safe beside a running step.
+    @property
+    def store(self) -> AdapterStore:
+        """Where this worker's adapters are."""
+        store: AdapterStore = vllm_seam.pooled(self).store
+        return store
 
-        Returns the adapter and the names of its modules that this worker does not have: with pipeline parallelism
-        another worker must have them, else they would silently be left out. Raises a `ManyloraError` that names what is
-        wrong.
-        """
+    def prepare(self, request: vllm_seam.LoRARequest) -> PreparedAdapter:
+        """Read an adapter's folder; safe beside a running step. Raises a `ManyloraError` that names what is wrong."""
         folder = Path(request.lora_path)
         config = verify_folder(folder)
         lora = vllm_seam.read_adapter(self, request)
@@ -47,10 +62,12 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
         unknown = self._check_fit(lora)
         _check_size(lora)
         vllm_seam.fuse(self, lora)
-        return lora, unknown
+        packed, modules = vllm_seam.pooled(self).pack(lora), len(lora.loras)
+        lora.loras.clear()
+        return PreparedAdapter(lora, packed, modules, unknown)
 
     def _check_fit(self, lora: vllm_seam.LoRAModel) -> tuple[str, ...]:
-        """Check every matrix against the layer that takes it; a copy into a slot would cut or pad it without a word."""
+        """Check every matrix against the layer that takes it, and its rank against the engine's bound."""
         limits = vllm_seam.module_limits(self)
         for name, weights in lora.loras.items():
             if isinstance(weights.lora_a, list):
@@ -65,66 +82,55 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
                 raise InvalidAdapter(f"{name}.lora_B has {weights.lora_b.shape[0]} rows, the layer {out_features}")
         return tuple(name for name in lora.loras if name not in limits)
 
-    def register(self, lora: vllm_seam.LoRAModel) -> None:
-        """Make a prepared adapter known, and bring it to the device at once where a slot is free.
-
-        Between two steps that delays nobody by more than the copy, and the adapter's first step is spared it.
-        """
-        vllm_seam.register(self, lora)
-        if len(vllm_seam.active_ids(self)) < vllm_seam.device_slots(self):
-            self._activate(lora.id)
+    def register(self, prepared: PreparedAdapter) -> None:
+        """Take a prepared adapter into the store, between two steps. Raises `PoolFull`; nothing has changed then."""
+        vllm_seam.pooled(self).place(prepared.lora, prepared.packed)
 
     def add_adapter(self, lora_request: vllm_seam.LoRARequest) -> bool:
-        """vLLM's entry: load and register if unknown. Evicts nothing, so that no running batch loses a slot."""
-        if lora_request.lora_int_id in vllm_seam.registered_ids(self):
+        """vLLM's entry: load and register if unknown. Evicts nothing, so that no running batch loses an adapter."""
+        if vllm_seam.is_registered(self, lora_request.lora_int_id):
             return True
-        lora, unknown = self.prepare(lora_request)
-        if len(unknown) == len(lora.loras):
+        prepared = self.prepare(lora_request)
+        if len(prepared.unknown) == prepared.modules:
             raise InvalidAdapter(f"no module of adapter '{lora_request.lora_name}' exists in this model")
-        self.register(lora)
+        self.register(prepared)
         return True
 
+    def add_dummy_lora(self, lora_request: vllm_seam.LoRARequest, rank: int) -> bool:
+        """vLLM's entry for warm-up: kernels are compiled and captured for any adapter by one that changes nothing."""
+        return vllm_seam.add_weightless(self, lora_request.lora_int_id)
+
     def _apply_adapters(self, lora_requests: Iterable[vllm_seam.LoRARequest]) -> None:
-        """Bring a step's adapters into device slots. Those already there are marked first, so that none of them is
-        evicted."""
+        """See to it that a step's adapters are there. Those that came by `register` are; nothing is to do."""
         needed = {request.lora_int_id: request for request in lora_requests if request}
-        if len(needed) > vllm_seam.device_slots(self):
-            raise RuntimeError(f"a step needs {len(needed)} adapters, there are {vllm_seam.device_slots(self)} slots")
-        active = set(vllm_seam.active_ids(self))
-        for lora_id in needed.keys() & active:
-            vllm_seam.touch_active(self, lora_id)
-        for lora_id in needed.keys() - active:
-            if lora_id not in vllm_seam.registered_ids(self):
-                self.in_step_loads += 1
-                self.add_adapter(needed[lora_id])
-            self._activate(lora_id)
+        for lora_id, request in needed.items():
+            if vllm_seam.is_registered(self, lora_id):
+                vllm_seam.touch(self, lora_id)
+                continue
+            self.in_step_loads += 1
+            self._load_in_step(request, keep=set(needed))
 
-    def _activate(self, lora_id: int) -> None:
-        before = set(vllm_seam.active_ids(self))
-        vllm_seam.activate(self, lora_id)
-        self.device_evictions += len(before - set(vllm_seam.active_ids(self)))
-        vllm_seam.forget_batch_mapping(self)
-        self._announce_ranks()
-
-    def _announce_ranks(self) -> None:
-        """Tell the computation each slot's rank, so that it works at exact rank."""
-        ranks = [largest_rank(vllm_seam.registered(self, i)) if i else 0 for i in vllm_seam.slot_table(self)]
-        for wrapper in vllm_seam.cpu_wrappers(self):
-            if hasattr(wrapper, "set_slot_ranks"):
-                wrapper.set_slot_ranks(ranks)
+    def _load_in_step(self, request: vllm_seam.LoRARequest, keep: set[int]) -> None:
+        """Load an adapter while a step waits, at the cost of the least recently used ones that the step can spare."""
+        while True:
+            try:
+                self.add_adapter(request)
+                return
+            except PoolFull:
+                spare = [lora_id for lora_id in vllm_seam.registered_ids(self) if lora_id not in keep]
+                if not spare:
+                    raise
+                self.forget(spare[0])
 
     def forget(self, lora_id: int) -> int:
-        """Drop both copies; returns the bytes of host memory freed (0 if it was not there)."""
-        lora = vllm_seam.registered(self, lora_id)
-        freed = 0 if lora is None else host_bytes(lora)
-        if lora_id in vllm_seam.active_ids(self):
-            vllm_seam.forget_batch_mapping(self)
+        """Drop an adapter; returns the bytes freed (0 if it was not there)."""
+        before = self.store.used_bytes
         self.remove_adapter(lora_id)
-        return freed
+        return before - self.store.used_bytes
 
     def active(self) -> list[int]:
-        """Ids of the adapters in device slots."""
-        return vllm_seam.active_ids(self)
+        """Ids of the adapters in the store."""
+        return vllm_seam.registered_ids(self)
 
 
 def verify_folder(folder: Path) -> dict[str, Any]:
@@ -190,28 +196,6 @@ def _apply_patterns(lora: vllm_seam.LoRAModel, config: dict[str, Any]) -> None:
     scaling = LoraScaling.from_checked(config)
     for name, weights in lora.loras.items():
         weights.scaling = scaling.scaling_of(name)
-
-
-def _matrices(lora: vllm_seam.LoRAModel) -> Iterable[Any]:
-    for weights in lora.loras.values():
-        for matrix in (weights.lora_a, weights.lora_b):
-            yield from (part for part in (matrix if isinstance(matrix, list) else [matrix]) if part is not None)
-
-
-def host_bytes(lora: vllm_seam.LoRAModel) -> int:
-    """Bytes of the host copy of an adapter."""
-    return sum(matrix.numel() * matrix.element_size() for matrix in _matrices(lora))
-
-
-def largest_rank(lora: vllm_seam.LoRAModel | None) -> int:
-    """Largest rank over the modules of a fused adapter; 0 for none."""
-    if lora is None:
-        return 0
-    ranks = [0]
-    for weights in lora.loras.values():
-        parts = weights.lora_a if isinstance(weights.lora_a, list) else [weights.lora_a]
-        ranks += [int(part.shape[0]) for part in parts if part is not None]
-    return max(ranks)
 
 
 def reason(error: Exception, folder: str) -> str:

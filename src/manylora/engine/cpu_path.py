@@ -11,40 +11,39 @@ from typing import Any
 
 import torch
 
-from manylora.engine.vllm_internals import PunicaWrapperCPU
-from manylora.kernels.grouped import ExactViews, RowGroup, add_lora, add_rows, row_groups
+from manylora.engine import lora_ops
+from manylora.engine.vllm_internals import PunicaWrapperBase
+from manylora.kernels.exact import RowGroup, add_lora, add_lora_embedding, row_groups
+from manylora.kernels.stores import ExactStore
 
 
-class GroupedCPUWrapper(PunicaWrapperCPU):
+class GroupedWrapper(PunicaWrapperBase):
     """Computes LoRA group by group; the groups of a step are found once, when its mapping is set."""
 
     def __init__(
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
     ) -> None:
-        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
-        self.slot_ranks: list[int] = []
-        self._views = ExactViews()
-        self._token_groups: tuple[RowGroup, ...] = ()
-        self._sample_groups: tuple[RowGroup, ...] = ()
+        super().__init__(max_num_batched_tokens, max_batches, device)
+        self._path = lora_ops.register_path(self)
+        self._groups: tuple[RowGroup, ...] = ()
+        self._sampling_groups: tuple[RowGroup, ...] = ()
 
-    def set_slot_ranks(self, lora_ranks: list[int]) -> None:
-        """Ranks in use, by device slot (0 where it is free)."""
-        self.slot_ranks = lora_ranks
+    def attach(self, store: ExactStore) -> None:
+        """Take the store in which the adapters are; before the first step."""
+        self._store = store
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:
-        """Take over a step's token → slot mapping."""
-        self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
-        self.is_prefill = bool(mapping.is_prefill)
-        self._token_groups = row_groups(self.token_lora_indices, self._ranks(len(lora_index_to_id)))
-        self._sample_groups = row_groups(self.sampler_indices, self._ranks(len(lora_index_to_id)))
-        self.no_lora = not self._token_groups
+        """Take over a step's mapping: each token's and each sampled row's adapter id, 0 for the base model."""
+        self._groups = self._group(mapping.index_mapping)
+        self._sampling_groups = self._group(mapping.prompt_mapping)
 
-    def _ranks(self, slots: int) -> list[int]:
-        # Warm-up activates adapters of vLLM's own before any rank was announced: their whole width counts then.
-        full = torch.iinfo(torch.int32).max
-        return [rank or full for rank in self.slot_ranks] + [full] * (slots - len(self.slot_ranks))
+    def _group(self, ids: tuple[int, ...]) -> tuple[RowGroup, ...]:
+        adapters = self._store.adapters
+        return row_groups([adapters[int(lora_id)] if lora_id > 0 else None for lora_id in ids])
+
+    # ---- what layers call ----
 
     def add_lora_linear(
         self,
@@ -58,50 +57,14 @@ class GroupedCPUWrapper(PunicaWrapperCPU):
         buffer: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
-        """``y += x @ A.T @ B.T * scale`` for every slice; shapes as in `manylora.kernels.grouped.add_lora`."""
-        add_lora(y, x, lora_a_stacked, lora_b_stacked, output_slices, self._token_groups, self._views, scale=scale)
-
-    def add_shrink(
-        self,
-        y: tuple[torch.Tensor, ...] | torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        **kwargs: Any,
-    ) -> None:
-        """``y[i] = x @ A[i].T * scale`` into buffers of the full rank."""
-        x = x.view(-1, x.shape[-1])
-        for out, a in zip(y, lora_a_stacked, strict=False):
-            flat = out.view(-1, out.shape[-1])
-            for group in self._token_groups:
-                hidden = torch.mm(x[group.rows].float(), a[group.slot].flatten(0, -2).float().t())
-                flat[group.rows, : hidden.shape[1]] = (hidden * scale).to(flat.dtype)
-
-    def add_expand(
-        self,
-        y: torch.Tensor,
-        x: tuple[torch.Tensor, ...] | torch.Tensor,
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        output_slices: tuple[int, ...],
-        offset_start: int = 0,
-        add_inputs: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        """``y[:, slice i] += x[i] @ B[i].T`` (or ``=`` where `add_inputs` is false)."""
-        flat, offset = y.view(-1, y.shape[-1]), offset_start
-        for hidden, b, width in zip(x, lora_b_stacked, output_slices, strict=False):
-            for group in self._token_groups:
-                update = torch.mm(hidden[group.rows].float(), b[group.slot].flatten(0, -2).float().t())
-                if not add_inputs:
-                    flat[group.rows, offset : offset + width] = 0
-                add_rows(flat, group.rows, update, offset, width)
-            offset += width
+        """``y += B A x`` for all slices; the layer is named by `lora_a_stacked`'s marker."""
+        lora_ops.add_lora(y, x, lora_a_stacked[0], self._path)
 
     def add_lora_embedding(
         self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
     ) -> None:
-        """``y += x @ B.T``, where `x` [tokens, max_rank] holds the rows of the embedding's A."""
-        self.add_expand(y, (x,), (lora_b_stacked,), (y.shape[-1],), add_inputs=add_inputs)
+        """``y += B A[:, x]``, where `x` holds token ids; the layer is named by `lora_b_stacked`, a marker."""
+        lora_ops.add_lora_embedding(y, x, lora_b_stacked, self._path)
 
     def add_lora_logits(
         self,
@@ -114,8 +77,19 @@ class GroupedCPUWrapper(PunicaWrapperCPU):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """``y += x @ A.T @ B.T * scale`` for the rows that are sampled."""
-        flat = y.view(-1, y.shape[-1])
+        """``y += B A x`` for the rows that are sampled."""
         rows = x.view(-1, x.shape[-1])
-        a, b, widths = (lora_a_stacked,), (lora_b_stacked,), (flat.shape[1],)
-        add_lora(flat, rows, a, b, widths, self._sample_groups, self._views, scale=scale)
+        add_lora(y.view(-1, y.shape[-1]), rows, int(lora_a_stacked), self._sampling_groups)
+
+    def add_shrink(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("a layer computes shrink and expand on its own; manylora does not serve it")
+
+    add_expand = apply_lora_full_linear = add_shrink
+
+    # ---- behind the operators ----
+
+    def add_linear(self, y: torch.Tensor, x: torch.Tensor, number: int) -> None:
+        add_lora(y, x, number, self._groups)
+
+    def add_embedding(self, y: torch.Tensor, ids: torch.Tensor, number: int) -> None:
+        add_lora_embedding(y, ids, number, self._groups)

@@ -23,7 +23,7 @@ from manylora.adapter import EngineName
 from manylora.engine.metrics import EngineMetrics
 from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, AdapterNotOnDisk, Residency
 from manylora.engine.settings import EngineSettings
-from manylora.engine.worker_calls import WorkerTier
+from manylora.engine.worker_calls import WorkerMemory
 from manylora.errors import InvalidName, ManyloraError, Unavailable
 from manylora.tiers.disk import DiskTier
 
@@ -59,11 +59,11 @@ class AdapterDoor:
         *,
         settings: EngineSettings,
         metrics: EngineMetrics,
-        connect: Callable[[Any], tuple[Residency, WorkerTier]],
+        connect: Callable[[Any], tuple[Residency, WorkerMemory]],
     ) -> None:
         self.app = app
         self._settings, self._metrics, self._connect = settings, metrics, connect
-        self._connected: tuple[Residency, WorkerTier] | None = None
+        self._connected: tuple[Residency, WorkerMemory] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Route a request: ours, closed, or vLLM's."""
@@ -112,7 +112,7 @@ class AdapterDoor:
             raise AdapterLoadFailed(f"{len(found)} versions share the digest prefix {name.digest_prefix}")
         return found[0][1] if found else None
 
-    def _engine(self, scope: Scope) -> tuple[Residency, WorkerTier]:
+    def _engine(self, scope: Scope) -> tuple[Residency, WorkerMemory]:
         if self._connected is None:
             self._connected = self._connect(scope["app"].state)
         return self._connected
@@ -126,29 +126,27 @@ class AdapterDoor:
         else:
             await _reply_error(send, 404, "not_found", f"no route {PREFIX}{route}")
 
-    async def _residency_report(self, account: Residency, workers: WorkerTier) -> dict[str, Any]:
-        device = await workers.residency()
-        active = set(device["device"])
+    async def _residency_report(self, account: Residency, workers: WorkerMemory) -> dict[str, Any]:
+        held = await workers.residency()
+        present = set(held["adapters"])
         adapters = [
             {
                 "engine_name": r.engine_name,
                 "digest": r.folder.name,
-                "tier": "device" if r.lora_id in active else "host" if r.is_ready else "loading",
+                "tier": "device" if r.is_ready and r.lora_id in present else "loading",
                 "in_flight": r.in_flight,
-                "size_bytes": r.ready.result().host_bytes if r.is_ready else 0,
+                "size_bytes": r.ready.result().nbytes if r.is_ready else 0,
             }
             for r in account.residents()
         ]
-        self._metrics.show(
-            host=sum(1 for r in adapters if r["tier"] != "loading"),
-            host_bytes=sum(int(r["size_bytes"]) for r in adapters),
-            device=len(active),
-            device_evictions=device["device_evictions"],
-            in_step_loads=device["in_step_loads"],
-        )
+        self._metrics.show(adapters=len(present), used_bytes=held["used_bytes"], in_step_loads=held["in_step_loads"])
         return {
             "adapters": adapters,
-            "budget": {"host_adapters": account.places, "device_adapters": device["device_slots"]},
+            "budget": {
+                "adapters": account.places,
+                "bytes": held["budget_bytes"],
+                "used_bytes": held["used_bytes"],
+            },
         }
 
     async def _evict(self, account: Residency, body: bytes | None, send: Send) -> None:

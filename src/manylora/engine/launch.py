@@ -15,14 +15,15 @@ from pathlib import Path
 
 from manylora.engine import settings as names
 from manylora.errors import InvalidSettings, Unavailable
+from manylora.settings import DEFAULT_ADAPTER_MEMORY
 
 PLUGIN = "manylora"
 MIDDLEWARE = "manylora.engine.middleware.AdapterMiddleware"
 WORKER_EXTENSION = "manylora.engine.worker.AdapterWorker"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 
-DEFAULT_MAX_LORAS = 8
-DEFAULT_MAX_CPU_LORAS = 64
+DEFAULT_MAX_LORAS = 1024
+"""Adapters in one batch, and in memory: bounds of a table. What bounds them in practice is `--adapter-memory`."""
 DEFAULT_MAX_LORA_RANK = 64
 
 _REFUSED = {
@@ -61,17 +62,24 @@ def command(
     socket: Path,
     disk_tier: Path,
     served_model_name: str,
+    adapter_memory: str = DEFAULT_ADAPTER_MEMORY,
     vllm_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> EngineCommand:
-    """Build the child's command line and environment; raise `InvalidSettings` for a vLLM flag that cannot be passed."""
+    """Build the child's command line and environment.
+
+    Raises `InvalidSettings` for a vLLM flag that cannot be passed, and for adapter memory that cannot be read.
+    """
     check_vllm_args(vllm_args)
+    check_adapter_memory(adapter_memory)
     argv = [sys.executable, "-m", API_SERVER, "--model", model, "--served-model-name", served_model_name]
     argv += ["--uds", str(socket), "--enable-lora"]
     argv += ["--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION]
     argv += _defaults(vllm_args, on_cpu=_is_cpu_engine())
     argv += vllm_args
-    return EngineCommand(tuple(argv), _environment(os.environ if env is None else env, disk_tier, _is_cpu_engine()))
+    child_env = _environment(os.environ if env is None else env, disk_tier, _is_cpu_engine())
+    child_env[names.ADAPTER_MEMORY] = adapter_memory
+    return EngineCommand(tuple(argv), child_env)
 
 
 def check_vllm_args(vllm_args: Sequence[str]) -> None:
@@ -81,6 +89,11 @@ def check_vllm_args(vllm_args: Sequence[str]) -> None:
             # vLLM's parser may complete an abbreviation.
             if refused.startswith(flag):
                 raise InvalidSettings(f"vLLM's flag {flag} cannot be passed on", why)
+
+
+def check_adapter_memory(text: str) -> None:
+    """Raise `InvalidSettings` for a size of adapter memory that cannot be read."""
+    names.AdapterMemorySize.parse(text)
 
 
 def require_engine() -> str:
@@ -120,11 +133,11 @@ def _is_cpu_engine() -> bool:
 
 def _defaults(vllm_args: Sequence[str], *, on_cpu: bool) -> list[str]:
     given = _flags(vllm_args)
-    batch = _value_of("--max-loras", vllm_args) or ""
+    # vLLM wants at least as many in memory as in a batch.
+    batch, held = _value_of("--max-loras", vllm_args) or "", _value_of("--max-cpu-loras", vllm_args) or ""
     defaults = {
-        "--max-loras": str(DEFAULT_MAX_LORAS),
-        # vLLM wants at least as many in host memory as in a batch.
-        "--max-cpu-loras": str(max(DEFAULT_MAX_CPU_LORAS, int(batch) if batch.isdecimal() else 0)),
+        "--max-loras": str(min(DEFAULT_MAX_LORAS, int(held) if held.isdecimal() else DEFAULT_MAX_LORAS)),
+        "--max-cpu-loras": str(max(DEFAULT_MAX_LORAS, int(batch) if batch.isdecimal() else 0)),
         "--max-lora-rank": str(DEFAULT_MAX_LORA_RANK),
     }
     if on_cpu:

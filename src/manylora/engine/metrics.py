@@ -20,7 +20,11 @@ class EngineMetrics:
             "manylora:adapter_loads", "Adapter loads by tier and result", ["tier", "result"], registry=registry
         )
         self._seconds = Histogram(
-            "manylora:adapter_load_seconds", "Disk to host memory", ["tier"], buckets=_LOAD_SECONDS, registry=registry
+            "manylora:adapter_load_seconds",
+            "Disk to adapter memory",
+            ["tier"],
+            buckets=_LOAD_SECONDS,
+            registry=registry,
         )
         self._hits = Counter(
             "manylora:adapter_hits", "Requests that found their adapter in a tier", ["tier"], registry=registry
@@ -34,38 +38,34 @@ class EngineMetrics:
         self._adapters = Gauge("manylora:adapters", "Adapters in a tier", ["tier"], registry=registry)
         self._bytes = Gauge("manylora:adapter_bytes", "Bytes of adapters in a tier", ["tier"], registry=registry)
         self._in_step = Gauge("manylora:adapter_in_step_loads", "Loads that a step had to wait for", registry=registry)
-        self._gpu = _unless_exported("vllm:num_loras_in_gpu", "Adapters in device memory", registry)
-        self._cpu = _unless_exported("vllm:num_loras_in_cpu", "Adapters in host memory", registry)
-        self._device_evictions_seen = 0
+        self._gpu = _unless_exported("vllm:num_loras_in_gpu", "Adapters in adapter memory", registry)
+        self._cpu = _unless_exported("vllm:num_loras_in_cpu", "Adapters in adapter memory", registry)
 
     def loaded(self, seconds: float) -> None:
-        """A version reached host memory after `seconds`."""
-        self._loads.labels("host", "ok").inc()
-        self._seconds.labels("host").observe(seconds)
+        """A version reached adapter memory after `seconds`."""
+        self._loads.labels("device", "ok").inc()
+        self._seconds.labels("device").observe(seconds)
 
     def load_failed(self) -> None:
         """A load ended in an error."""
-        self._loads.labels("host", "failed").inc()
+        self._loads.labels("device", "failed").inc()
 
     def hit(self) -> None:
-        """A request found its version in host memory."""
-        self._hits.labels("host").inc()
+        """A request found its version in adapter memory."""
+        self._hits.labels("device").inc()
 
     def evicted(self, reason: str) -> None:
-        """A version left host memory."""
-        self._evictions.labels("host", reason).inc()
+        """A version left adapter memory."""
+        self._evictions.labels("device", reason).inc()
 
-    def show(self, *, host: int, host_bytes: int, device: int, device_evictions: int, in_step_loads: int) -> None:
-        """Set the gauges from the account and from what the workers say; `device_evictions` is their running total."""
-        for gauge, value in ((self._gpu, device), (self._cpu, host)):
+    def show(self, *, adapters: int, used_bytes: int, in_step_loads: int) -> None:
+        """Set the gauges from what the workers say."""
+        for gauge in (self._gpu, self._cpu):
             if gauge is not None:
-                gauge.set(value)
-        self._adapters.labels("host").set(host)
-        self._adapters.labels("device").set(device)
-        self._bytes.labels("host").set(host_bytes)
+                gauge.set(adapters)
+        self._adapters.labels("device").set(adapters)
+        self._bytes.labels("device").set(used_bytes)
         self._in_step.set(in_step_loads)
-        self._evictions.labels("device", "lru").inc(max(0, device_evictions - self._device_evictions_seen))
-        self._device_evictions_seen = max(device_evictions, self._device_evictions_seen)
 
 
 def _unless_exported(name: str, text: str, registry: CollectorRegistry) -> Gauge | None:

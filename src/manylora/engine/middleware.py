@@ -9,7 +9,7 @@ from manylora.engine.http import AdapterDoor, App
 from manylora.engine.metrics import EngineMetrics
 from manylora.engine.residency import Residency, Resident
 from manylora.engine.settings import EngineSettings
-from manylora.engine.worker_calls import WorkerTier
+from manylora.engine.worker_calls import WorkerMemory
 
 
 class AdapterMiddleware(AdapterDoor):
@@ -18,11 +18,11 @@ class AdapterMiddleware(AdapterDoor):
     def __init__(self, app: App) -> None:
         settings, metrics = EngineSettings.from_env(), EngineMetrics()
 
-        def connect(state: Any) -> tuple[Residency, WorkerTier]:
-            workers = WorkerTier(vllm_seam.engine_client(state), timeout_s=settings.load_timeout_s)
+        def connect(state: Any) -> tuple[Residency, WorkerMemory]:
+            workers = WorkerMemory(vllm_seam.engine_client(state), timeout_s=settings.load_timeout_s)
             account = Residency(
                 workers,
-                places=vllm_seam.host_slots(state),
+                places=vllm_seam.max_adapters(state),
                 wait_s=settings.admission_wait_s,
                 observer=metrics,
                 published=_announcer(vllm_seam.served_adapters(state)),
@@ -33,7 +33,7 @@ class AdapterMiddleware(AdapterDoor):
 
 
 def _announcer(served: dict[str, vllm_seam.LoRARequest]) -> Any:
-    """Keep vLLM's list of model names equal to what is in host memory."""
+    """Keep vLLM's list of model names equal to what is in memory."""
 
     def published(resident: Resident, present: bool) -> None:
         if not present:

@@ -22,10 +22,9 @@ def register() -> None:
     from manylora.engine import vllm_internals
 
     vllm_internals.check(allow_untested=settings.allow_untested_vllm)
-    from manylora.engine.adapter_manager import AdapterManager
-    from manylora.engine.cpu_path import GroupedCPUWrapper
+    from manylora.engine.computation import worker_manager, wrapper
 
-    vllm_internals.install(AdapterManager, GroupedCPUWrapper)
+    vllm_internals.install(worker_manager(settings), wrapper())
     vllm_internals.wait_without_spinning(CPU_PAUSE_S)
     vllm_internals.zero_new_kv_blocks()
     vllm_internals.rewind_seeds()

@@ -1,17 +1,19 @@
-"""Which adapters are in host memory, who uses them, and who must go: the API server's account of one engine.
+"""Which adapters are in adapter memory, who uses them, and who must go: the API server's account of one engine.
 
 A request holds a lease from before it enters vLLM until its last byte is out. An adapter under lease is never evicted,
 so no step ever needs one that is not there. A load is shared by all that wait for it; a failed one fails only them.
-Where every place is leased, requests wait in the order of their arrival, up to a deadline.
+Where all of it is leased, requests wait in the order of their arrival, up to a deadline.
 
-Knows neither HTTP nor vLLM: the engine is reached through `HostTier`.
+How large an adapter is shows only once it is read: then others leave, least recently used first, until it fits.
+
+Knows neither HTTP nor vLLM: the engine is reached through `AdapterMemory`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,25 +31,32 @@ class AdapterLoadFailed(ManyloraError):
 
 
 class AdapterMemoryFull(ManyloraError):
-    """Every place in host memory is held by running requests, and none came free in time."""
+    """All adapter memory is held by running requests, and none came free in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What the engine says of a load."""
 
-    host_bytes: int
+    nbytes: int
     seconds: float
 
 
-class HostTier(Protocol):
-    """The engine's host memory, as the account sees it."""
+MakeRoom = Callable[[], Awaitable[None]]
+"""Frees some adapter memory, or waits until some may be free. Raises `AdapterMemoryFull`."""
 
-    async def load(self, lora_id: int, engine_name: str, folder: Path) -> Loaded:
-        """Bring a version into host memory. Raises `AdapterLoadFailed` with a reason a person can act on."""
+
+class AdapterMemory(Protocol):
+    """The engine's adapter memory, as the account sees it."""
+
+    async def load(self, lora_id: int, engine_name: str, folder: Path, make_room: MakeRoom) -> Loaded:
+        """Bring a version into memory, calling `make_room` as long as it does not fit.
+
+        Raises `AdapterLoadFailed` with a reason a person can act on.
+        """
 
     async def drop(self, lora_id: int) -> int:
-        """Drop a version from host and device memory; returns the bytes freed."""
+        """Drop a version from memory; returns the bytes freed."""
 
 
 class Observer(Protocol):
@@ -61,7 +70,7 @@ class Observer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """One version in host memory, or on its way there."""
+    """One version in adapter memory, or on its way there."""
 
     engine_name: str
     lora_id: int
@@ -93,7 +102,7 @@ class Residency:
 
     def __init__(
         self,
-        tier: HostTier,
+        tier: AdapterMemory,
         *,
         places: int,
         wait_s: float,
@@ -101,8 +110,11 @@ class Residency:
         published: Callable[[Resident, bool], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`places` versions at most are in host memory; `published(resident, True|False)` tells vLLM's API server which
-        names it may accept, before the first request and after the last."""
+        """`places` versions at most are in memory, whatever their sizes.
+
+        `published(resident, True|False)` tells vLLM's API server which names it may accept, before the first request
+        and after the last.
+        """
         assert places > 0
         self._tier, self._places, self._wait_s = tier, places, wait_s
         self._observer, self._published, self._clock = observer, published, clock
@@ -115,7 +127,7 @@ class Residency:
 
     @property
     def places(self) -> int:
-        """How many versions host memory holds."""
+        """How many versions memory may hold at most."""
         return self._places
 
     def residents(self) -> list[Resident]:
@@ -178,7 +190,7 @@ class Residency:
     async def _load(self, resident: Resident) -> None:
         """Load, then let everybody in who waits; on failure the entry goes, and a later request begins anew."""
         try:
-            loaded = await self._tier.load(resident.lora_id, resident.engine_name, resident.folder)
+            loaded = await self._tier.load(resident.lora_id, resident.engine_name, resident.folder, self._room_maker())
         except Exception as error:  # whatever it was, it belongs to those who wait for this version
             self._observer.load_failed()
             self._remove(resident)
@@ -195,9 +207,24 @@ class Residency:
         """Evict the least recently used version that nobody holds, or wait until somebody lets go."""
         idle = [r for r in self._residents.values() if r.in_flight == 0 and r.is_ready and not r.leaving]
         if idle:
-            await self._drop(min(idle, key=lambda r: r.last_used_s), "host_lru")
+            await self._drop(min(idle, key=lambda r: r.last_used_s), "lru")
             return
         await self._changed()
+
+    def _room_maker(self) -> MakeRoom:
+        """What a load calls while what it read does not fit; within the time that a request may wait."""
+        deadline = asyncio.get_running_loop().time() + self._wait_s
+
+        async def make_room() -> None:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._make_room()
+            except TimeoutError:
+                raise AdapterMemoryFull(
+                    "all adapter memory is in use by running requests", "retry, or raise --adapter-memory"
+                ) from None
+
+        return make_room
 
     async def evict(self, engine_name: str) -> int | None:
         """Drop a version once no request holds it; returns the bytes freed, None if it was not in memory.

@@ -29,25 +29,35 @@ class Seam:
     attributes: tuple[str, ...] = ()
     """Attributes that the class's body must assign or define."""
     why: str = ""
+    former_module: str = ""
+    """The module's name in older releases, where it was renamed."""
 
 
 SEAMS = (
+    # ---- adapters: read, known, gone ----
     Seam("vllm.lora.request", "LoRARequest", (), ("lora_name", "lora_int_id", "lora_path"), "names a version to vLLM"),
     Seam(
         "vllm.lora.worker_manager",
         "LRUCacheWorkerLoRAManager",
         (),
-        ("_apply_adapters", "add_adapter", "create_lora_manager"),
+        ("_apply_adapters", "add_adapter", "create_lora_manager", "_manager_cls"),
         "our worker manager derives from it",
     ),
     Seam(
         "vllm.lora.worker_manager",
         "WorkerLoRAManager",
         ("vllm_config", "device", "embedding_modules"),
-        ("_load_adapter", "_adapter_manager", "remove_adapter", "list_adapters", "lora_config"),
+        ("_load_adapter", "_adapter_manager", "add_dummy_lora", "remove_adapter", "lora_config"),
         "reads an adapter's files into a LoRAModel",
     ),
     Seam("vllm.lora.worker_manager", "WorkerLoRAManager._load_adapter", ("lora_request",), (), "same"),
+    Seam(
+        "vllm.lora.worker_manager",
+        "WorkerLoRAManager.add_dummy_lora",
+        ("lora_request", "rank"),
+        (),
+        "adapters of warm-up",
+    ),
     Seam(
         "vllm.v1.worker.lora_model_runner_mixin",
         "LRUCacheWorkerLoRAManager",
@@ -64,25 +74,57 @@ SEAMS = (
     ),
     Seam(
         "vllm.lora.model_manager",
+        "create_lora_manager",
+        ("lora_config", "device", "lora_manager_cls"),
+        (),
+        "makes a worker manager's `_manager_cls`",
+    ),
+    Seam(
+        "vllm.lora.model_manager",
         "LoRAModelManager",
         ("model", "lora_config", "device"),
         (
+            "device",
             "modules",
             "packed_modules",
-            "lora_index_to_id",
-            "lora_slots",
-            "_registered_adapters",
-            "_active_adapters",
             "punica_wrapper_mapping",
-            "_last_mapping",
-            "_last_slot_layout",
+            "_registered_adapters",
             "_create_merged_loras_inplace",
+            "_get_lora_layer_weights",
+            "_set_adapter_mapping",
+            "_add_adapter",
             "add_adapter",
             "remove_adapter",
             "activate_adapter",
+            "deactivate_adapter",
+            "remove_all_adapters",
+            "set_adapter_mapping",
+            "create_dummy_lora",
         ),
-        "holds adapters in host memory and in device slots",
+        "knows adapters; ours keeps them in the store",
     ),
+    Seam(
+        "vllm.lora.model_manager",
+        "LoRAModelManager.create_dummy_lora",
+        ("lora_id", "rank", "embedding_modules"),
+        (),
+        "adapters of warm-up",
+    ),
+    Seam(
+        "vllm.lora.model_manager",
+        "LRUCacheLoRAModelManager",
+        (),
+        ("add_adapter", "activate_adapter", "pin_adapter", "_pin_lora_in_cpu_cache"),
+        "our model manager derives from it",
+    ),
+    Seam(
+        "vllm.lora.model_manager",
+        "AdapterLRUCache",
+        ("capacity", "deactivate_fn"),
+        ("_on_remove",),
+        "calls `deactivate_adapter` for each adapter that goes",
+    ),
+    Seam("vllm.utils.cache", "LRUCache", (), ("touch", "pin"), "the order in which adapters were used"),
     Seam(
         "vllm.lora.lora_model", "LoRAModel", ("lora_model_id", "rank", "loras"), ("id", "loras"), "an adapter in memory"
     ),
@@ -94,19 +136,118 @@ SEAMS = (
         "one module's weights and scale",
     ),
     Seam(
-        "vllm.lora.punica_wrapper.punica_cpu",
-        "PunicaWrapperCPU",
-        ("max_num_batched_tokens", "max_batches", "device"),
-        ("add_lora_linear", "add_lora_embedding", "add_lora_logits", "add_shrink", "add_expand"),
-        "the CPU path that we replace",
+        "vllm.config.lora",
+        "LoRAConfig",
+        (),
+        ("fully_sharded_loras", "lora_dtype", "max_lora_rank", "max_cpu_loras"),
+        "bounds on adapters",
     ),
+    # ---- layers: made for zero slots, asked for their geometry ----
+    Seam("vllm.lora.model_manager", "from_layer", (), (), "a name that we replace while layers are made"),
+    Seam("vllm.lora.model_manager", "from_layer_logits_processor", (), (), "same"),
+    Seam("vllm.lora.utils", "from_layer", ("layer", "max_loras"), (), "makes a layer for a number of slots"),
+    Seam("vllm.lora.utils", "from_layer_logits_processor", ("layer", "lm_head", "max_loras"), (), "same"),
+    Seam("vllm.lora.layers.__init__", "BaseLayerWithLoRA", (), (), "exports a layer"),
+    Seam("vllm.lora.layers.__init__", "LogitsProcessorWithLoRA", (), (), "same"),
+    Seam("vllm.lora.layers.__init__", "VocabParallelEmbeddingWithLoRA", (), (), "same"),
+    Seam(
+        "vllm.lora.layers.base",
+        "BaseLayerWithLoRA",
+        (),
+        ("punica_wrapper", "slice_lora_a", "slice_lora_b"),
+        "every layer that adapters change",
+    ),
+    Seam("vllm.lora.layers.base", "BaseLayerWithLoRA.slice_lora_a", ("lora_a",), (), "cuts A to a rank's shard"),
+    Seam("vllm.lora.layers.base", "BaseLayerWithLoRA.slice_lora_b", ("lora_b",), (), "cuts B to a rank's shard"),
+    Seam(
+        "vllm.lora.layers.base_linear",
+        "BaseLinearLayerWithLoRA",
+        ("base_layer",),
+        ("base_layer", "tp_size", "n_slices", "output_slices", "lora_a_stacked", "lora_b_stacked"),
+        "geometry of a linear layer",
+    ),
+    Seam(
+        "vllm.lora.layers.column_parallel_linear",
+        "MergedColumnParallelLinearWithLoRA",
+        (),
+        ("expand_packed_lora", "n_slices", "output_slices", "lora_a_stacked", "lora_b_stacked"),
+        "geometry of a layer in slices",
+    ),
+    Seam(
+        "vllm.lora.layers.column_parallel_linear",
+        "MergedColumnParallelLinearWithLoRA.expand_packed_lora",
+        ("lora_a", "lora_b"),
+        (),
+        "factors of packed slices, slice by slice",
+    ),
+    Seam("vllm.model_executor.layers.linear", "MergedColumnParallelLinear", (), ("output_sizes",), "widths of slices"),
+    Seam("vllm.model_executor.layers.linear", "QKVParallelLinear", (), ("output_sizes",), "same"),
+    Seam(
+        "vllm.lora.layers.logits_processor",
+        "LogitsProcessorWithLoRA",
+        (),
+        ("lora_a_stacked", "lora_b_stacked"),
+        "geometry of a head",
+    ),
+    Seam(
+        "vllm.lora.layers.vocab_parallel_embedding",
+        "VocabParallelEmbeddingWithLoRA",
+        (),
+        ("base_layer", "lora_a_stacked", "lora_b_stacked", "forward"),
+        "geometry of an embedding, whose `forward` is ours",
+        former_module="vllm.lora.layers.vocal_parallel_embedding",
+    ),
+    # ---- a step's computation ----
+    Seam(
+        "vllm.lora.punica_wrapper.punica_selector", "get_punica_wrapper", (), (), "makes a platform's wrapper by name"
+    ),
+    Seam("vllm.platforms.cuda", "CudaPlatformBase.get_punica_wrapper", (), (), "gives the next one's name"),
+    Seam("vllm.lora.punica_wrapper.punica_gpu", "PunicaWrapperGPU", (), (), "the GPU path that we replace"),
+    Seam("vllm.platforms.cpu", "CpuPlatform.get_punica_wrapper", (), (), "gives the next one's name"),
+    Seam("vllm.lora.punica_wrapper.punica_cpu", "PunicaWrapperCPU", (), (), "the CPU path that we replace"),
     Seam(
         "vllm.lora.punica_wrapper.punica_base",
         "PunicaWrapperBase",
         ("max_num_batched_tokens", "max_batches", "device"),
-        ("update_metadata", "token_lora_indices", "sampler_indices", "_update_base_metadata"),
-        "token → slot indices of a step",
+        (
+            "update_metadata",
+            "add_lora_linear",
+            "add_lora_embedding",
+            "add_lora_logits",
+            "add_shrink",
+            "add_expand",
+        ),
+        "our wrappers derive from it",
     ),
+    Seam(
+        "vllm.lora.punica_wrapper.punica_base",
+        "PunicaWrapperBase.update_metadata",
+        ("mapping", "lora_index_to_id", "max_loras", "vocab_size"),
+        (),
+        "gives a step's mapping to a wrapper",
+    ),
+    Seam(
+        "vllm.lora.punica_wrapper.punica_base",
+        "PunicaWrapperBase.add_lora_linear",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale", "output_slices"),
+        (),
+        "what a linear layer calls",
+    ),
+    Seam(
+        "vllm.lora.punica_wrapper.punica_base",
+        "PunicaWrapperBase.add_lora_logits",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale"),
+        (),
+        "what a head calls",
+    ),
+    Seam(
+        "vllm.lora.layers.utils",
+        "LoRAMapping",
+        (),
+        ("index_mapping", "prompt_mapping"),
+        "the adapter of each token and of each sampled row",
+    ),
+    # ---- the API server and its calls ----
     Seam(
         "vllm.entrypoints.openai.models.serving",
         "OpenAIServingModels",
@@ -115,12 +256,20 @@ SEAMS = (
         "the adapters that the API server accepts as model names",
     ),
     Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.collective_rpc",
+        ("method", "timeout", "args", "kwargs"),
+        (),
+        "calls workers",
+    ),
+    Seam(
         "vllm.distributed.device_communicators.shm_broadcast",
         "sched_yield",
         (),
         (),
         "how a process waits for another",
     ),
+    # ---- other tenants' safety ----
     Seam(
         "vllm.v1.kv_cache_interface",
         "KVCacheConfig",
@@ -138,13 +287,6 @@ SEAMS = (
         ("generator", "__post_init__"),
         "a request with its random numbers",
     ),
-    Seam(
-        "vllm.v1.engine.async_llm",
-        "AsyncLLM.collective_rpc",
-        ("method", "timeout", "args", "kwargs"),
-        (),
-        "calls workers",
-    ),
 )
 
 
@@ -153,12 +295,22 @@ def problems(seams: tuple[Seam, ...], source_of: Callable[[str], str | None]) ->
 
     `source_of(module)` gives the module's source text, or None where the release has no such module.
     """
+    trees: dict[str, ast.Module | None] = {}
+
+    def tree_of(module: str) -> ast.Module | None:
+        if module not in trees:
+            source = source_of(module)
+            trees[module] = None if source is None else ast.parse(source)
+        return trees[module]
+
     for seam in seams:
-        source = source_of(seam.module)
-        if source is None:
+        tree = tree_of(seam.module)
+        if tree is None and seam.former_module:
+            tree = tree_of(seam.former_module)
+        if tree is None:
             yield f"{seam.module} does not exist ({seam.why})"
-            continue
-        yield from _problems_of(seam, ast.parse(source))
+        else:
+            yield from _problems_of(seam, tree)
 
 
 def _problems_of(seam: Seam, tree: ast.Module) -> Iterator[str]:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from manylora.engine.seams import SEAMS, TESTED_VERSIONS, problems
 from manylora.errors import Unavailable
 
-__all__ = ["LRUCacheWorkerLoRAManager", "LoRAModel", "LoRARequest", "PunicaWrapperCPU"]
+__all__ = ["LRUCacheWorkerLoRAManager", "LoRAModel", "LoRARequest", "PunicaWrapperBase"]
 
 
 def vllm_version() -> str:
@@ -58,13 +57,29 @@ def _source_of(module: str) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def install(worker_manager: type[LRUCacheWorkerLoRAManager], cpu_wrapper: type[PunicaWrapperCPU]) -> None:
-    """Make the model runner build `worker_manager`, and the CPU platform `cpu_wrapper`. Safe to repeat."""
-    from vllm.lora.punica_wrapper import punica_cpu
+def install(worker_manager: type[LRUCacheWorkerLoRAManager], wrapper: type[PunicaWrapperBase]) -> None:
+    """Make the model runner build `worker_manager`, and this platform's LoRA layers compute with `wrapper`.
+
+    Safe to repeat.
+    """
     from vllm.v1.worker import lora_model_runner_mixin
 
     lora_model_runner_mixin.LRUCacheWorkerLoRAManager = worker_manager
-    punica_cpu.PunicaWrapperCPU = cpu_wrapper
+    if on_cpu():
+        from vllm.lora.punica_wrapper import punica_cpu
+
+        punica_cpu.PunicaWrapperCPU = wrapper
+    else:
+        from vllm.lora.punica_wrapper import punica_gpu
+
+        punica_gpu.PunicaWrapperGPU = wrapper
+
+
+def on_cpu() -> bool:
+    """Whether this vLLM computes on the CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def wait_without_spinning(pause_s: float) -> None:
@@ -74,9 +89,8 @@ def wait_without_spinning(pause_s: float) -> None:
     few cores, that takes a core from those who have work: streams stall for longer than a whole step.
     """
     from vllm.distributed.device_communicators import shm_broadcast
-    from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if on_cpu():
         shm_broadcast.sched_yield = lambda: time.sleep(pause_s)
 
 
@@ -99,10 +113,9 @@ def rewind_seeds() -> None:
     PyTorch's CPU generators do not have: its engine dies of that. Ours go back to their seed, which is where they were:
     nothing was kept before the prompt's end. (A request that is preempted and read anew begins its numbers anew.)
     """
-    from vllm.platforms import current_platform
     from vllm.v1.worker import gpu_model_runner
 
-    if not current_platform.is_cpu() or gpu_model_runner.CachedRequestState.__name__ == "RewindingRequestState":
+    if not on_cpu() or gpu_model_runner.CachedRequestState.__name__ == "RewindingRequestState":
         return
     import torch
 
@@ -132,8 +145,8 @@ def engine_client(app_state: Any) -> Any:
     return app_state.engine_client
 
 
-def host_slots(app_state: Any) -> int:
-    """How many adapters vLLM keeps in host memory (`--max-cpu-loras`)."""
+def max_adapters(app_state: Any) -> int:
+    """How many adapters vLLM keeps in memory at most (`--max-cpu-loras`)."""
     return int(engine_client(app_state).vllm_config.lora_config.max_cpu_loras)
 
 
@@ -152,7 +165,7 @@ def worker_lora_manager(worker: Any) -> LRUCacheWorkerLoRAManager:
 
 
 def max_lora_rank(manager: LRUCacheWorkerLoRAManager) -> int:
-    """Largest rank that fits into a device slot."""
+    """Largest rank of any adapter (`--max-lora-rank`)."""
     return int(manager.lora_config.max_lora_rank)
 
 
@@ -171,76 +184,43 @@ def fuse(manager: LRUCacheWorkerLoRAManager, lora: LoRAModel) -> None:
     manager._adapter_manager._create_merged_loras_inplace(lora)
 
 
-def register(manager: LRUCacheWorkerLoRAManager, lora: LoRAModel) -> None:
-    """Make a fused adapter known to vLLM, in host memory."""
-    manager._adapter_manager.add_adapter(lora)
+def pooled(manager: LRUCacheWorkerLoRAManager) -> Any:
+    """The worker's `manylora.engine.vllm_pool.PooledModelManager`."""
+    return manager._adapter_manager
 
 
 def registered_ids(manager: LRUCacheWorkerLoRAManager) -> list[int]:
-    """Ids of the adapters in host memory."""
+    """Ids of the adapters that this worker has, least recently used first."""
     return list(manager._adapter_manager._registered_adapters)
 
 
-def active_ids(manager: LRUCacheWorkerLoRAManager) -> list[int]:
-    """Ids of the adapters in device slots."""
-    return [lora_id for lora_id in manager._adapter_manager.lora_index_to_id if lora_id is not None]
+def is_registered(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> bool:
+    """Whether this worker has an adapter."""
+    return lora_id in manager._adapter_manager._registered_adapters
 
 
-def device_slots(manager: LRUCacheWorkerLoRAManager) -> int:
-    """Number of device slots (`--max-loras`)."""
-    return int(manager._adapter_manager.lora_slots)
+def add_weightless(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> bool:
+    """Make an adapter known that changes nothing, for warm-up; whether it was new."""
+    return bool(manager._adapter_manager.add_adapter(LoRAModel(lora_id, 1, {})))
 
 
-def touch_active(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> None:
-    """Mark an active adapter as just used, so that it is the last to lose its slot."""
-    manager._adapter_manager._active_adapters.touch(lora_id)
-
-
-def activate(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> None:
-    """Copy a registered adapter into a device slot, freeing the least recently used one if none is free."""
-    manager._adapter_manager.activate_adapter(lora_id)
-
-
-def forget_batch_mapping(manager: LRUCacheWorkerLoRAManager) -> None:
-    """Drop the memory of the last step's token → slot mapping: slots changed, an equal batch no longer means equal
-    slots."""
-    manager._adapter_manager._last_mapping = None
-    manager._adapter_manager._last_slot_layout = None
-
-
-def slot_table(manager: LRUCacheWorkerLoRAManager) -> list[int | None]:
-    """Adapter id in each device slot."""
-    return list(manager._adapter_manager.lora_index_to_id)
-
-
-def registered(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> LoRAModel | None:
-    """The host copy of an adapter, without counting it as used."""
-    return manager._adapter_manager._registered_adapters.cache.get(lora_id)
-
-
-def cpu_wrappers(manager: LRUCacheWorkerLoRAManager) -> Iterator[Any]:
-    """The per-step wrappers of the LoRA computation."""
-    return iter(set(manager._adapter_manager.punica_wrapper_mapping.values()))
+def touch(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> None:
+    """Mark an adapter as just used."""
+    manager._adapter_manager._registered_adapters.touch(lora_id)
 
 
 def module_limits(manager: LRUCacheWorkerLoRAManager) -> dict[str, tuple[int, int]]:
     """(in_features, out_features) that an adapter must have for every module name it may carry, on this worker.
 
-    Fused modules appear under their parts' names. A module whose width this file cannot tell (mixtures of experts,
-    embedding tables, sharded widths under tensor parallelism) has 0 for what is not known.
+    Fused modules appear under their parts' names. Where this file cannot tell a width (embedding tables, heads, shards
+    under tensor parallelism) it is 0.
     """
+    model_manager = manager._adapter_manager
     limits: dict[str, tuple[int, int]] = {}
-    for name, layer in manager._adapter_manager.modules.items():
-        parts = manager._adapter_manager.packed_modules.get(name) or [name]
-        for index, part in enumerate(parts):
-            limits[part] = _limits_of(layer, index if len(parts) > 1 else 0, len(parts))
+    for module in model_manager.store.modules:
+        layer = model_manager.modules[module.name]
+        parts = model_manager.packed_modules.get(module.name) or [module.name]
+        known = isinstance(layer.lora_a_stacked, tuple) and layer.tp_size == 1 and len(parts) == len(module.widths)
+        for part, width in zip(parts, module.widths if known else [0] * len(parts), strict=True):
+            limits[part] = (module.in_features if known else 0, width)
     return limits
-
-
-def _limits_of(layer: Any, index: int, parts: int) -> tuple[int, int]:
-    a, b = getattr(layer, "lora_a_stacked", None), getattr(layer, "lora_b_stacked", None)
-    if not isinstance(a, tuple) or not isinstance(b, tuple) or len(a) != len(b) or len(a) < parts:
-        return 0, 0
-    if getattr(layer, "tp_size", 1) != 1 or a[index].dim() != 4 or b[index].dim() != 4:
-        return 0, 0
-    return int(a[index].shape[3]), int(b[index].shape[2])

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manylora.engine import vllm_internals as vllm_seam
-from manylora.engine.adapter_manager import AdapterManager, host_bytes, reason
-from manylora.engine.worker_calls import FAILED, PENDING, READY
+from manylora.engine.adapter_manager import AdapterManager, PreparedAdapter, reason
+from manylora.engine.worker_calls import FAILED, FULL, PENDING, READY
+from manylora.kernels.pool import PoolFull
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class _Load:
     """One read in progress."""
 
     request: vllm_seam.LoRARequest
-    future: Future[tuple[vllm_seam.LoRAModel, tuple[str, ...]]]
+    future: Future[PreparedAdapter]
     started_s: float
 
 
@@ -58,7 +59,7 @@ class AdapterWorker:
         return manager
 
     def manylora_prepare(self, lora_id: int, engine_name: str, folder: str) -> None:
-        """Start reading an adapter from its folder into host memory."""
+        """Start reading an adapter from its folder."""
         if self.manylora_loader is None:
             self.manylora_loader = _Loader()
         request = vllm_seam.LoRARequest(lora_name=engine_name, lora_int_id=lora_id, lora_path=folder)
@@ -66,42 +67,45 @@ class AdapterWorker:
         self.manylora_loader.loads[lora_id] = _Load(request, future, time.monotonic())
 
     def manylora_register(self, lora_id: int) -> dict[str, Any]:
-        """Take over what was read: its state, and once ready its bytes, seconds and the modules not on this worker."""
+        """Take over what was read: its state, and once ready its bytes, seconds and the modules not on this worker.
+
+        In state `FULL` it keeps what was read, for another try once something was forgotten.
+        """
         assert self.manylora_loader is not None
         load = self.manylora_loader.loads.get(lora_id)
         if load is None:  # this worker had given its final word while another was still reading
             return {"state": PENDING}
         if not load.future.done():
             return {"state": PENDING}
-        del self.manylora_loader.loads[lora_id]
         try:
-            lora, unknown = load.future.result()
-            self.manylora_manager().register(lora)
+            prepared = load.future.result()
+            self.manylora_manager().register(prepared)
+        except PoolFull:
+            return {"state": FULL}
         except Exception as error:  # a load may fail in any way; it must harm its own requests only
+            del self.manylora_loader.loads[lora_id]
             log.warning("adapter %s cannot be loaded: %s", load.request.lora_name, error)
             return {"state": FAILED, "reason": reason(error, load.request.lora_path)}
-        seconds = time.monotonic() - load.started_s
-        modules = len(lora.loras)
+        del self.manylora_loader.loads[lora_id]
         return {
             "state": READY,
-            "bytes": host_bytes(lora),
-            "seconds": seconds,
-            "unknown": list(unknown),
-            "fused": modules,
+            "bytes": prepared.packed.nbytes,
+            "seconds": time.monotonic() - load.started_s,
+            "unknown": list(prepared.unknown),
         }
 
     def manylora_forget(self, lora_id: int) -> int:
-        """Drop an adapter's host and device copies, and a read of it still in progress; returns the bytes freed."""
+        """Drop an adapter, and a read of it still in progress; returns the bytes freed."""
         if self.manylora_loader is not None:
             self.manylora_loader.loads.pop(lora_id, None)
         return self.manylora_manager().forget(lora_id)
 
     def manylora_residency(self) -> dict[str, Any]:
-        """What is where on this worker, and how often a device slot changed hands."""
+        """What is in this worker's adapter memory, and how large that is."""
         manager = self.manylora_manager()
         return {
-            "device": manager.active(),
-            "device_slots": vllm_seam.device_slots(manager),
-            "device_evictions": manager.device_evictions,
+            "adapters": manager.active(),
+            "budget_bytes": manager.store.budget_bytes,
+            "used_bytes": manager.store.used_bytes,
             "in_step_loads": manager.in_step_loads,
         }

@@ -29,15 +29,16 @@ def _shrink_one(x, page, out, k_first, in_features, columns: tl.constexpr, depen
 @triton.jit
 def _shrink_many(
     x, x_stride, token, live, page, out, k_first, in_features,
-    columns: tl.constexpr, step: tl.constexpr, stages: tl.constexpr, height: tl.constexpr, dependent: tl.constexpr,
+    columns: tl.constexpr, width: tl.constexpr, step: tl.constexpr, stages: tl.constexpr, height: tl.constexpr,
+    dependent: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a group with one page, on tensor cores; `token`, `live` and `out` are [height]."""
+    """The tokens of a group with `width` columns of a page, on tensor cores; `token`, `live` and `out` are [height]."""
     rows = tl.arange(0, 8)
     column = tl.arange(0, step)
     if dependent:
         gdc_wait()
     result = tl.zeros([height, 8], tl.float32)
-    for start in tl.range(0, columns, step, num_stages=stages):
+    for start in tl.range(0, width, step, num_stages=stages):
         weights = tl.load(page + rows[None, :] * columns + (start + column)[:, None])
         k = k_first + start + column
         at = x + token.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -46,30 +47,41 @@ def _shrink_many(
     tl.store(out[:, None] + rows[None, :], result, mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place", "tokens"])
 def shrink(
     x, x_stride, order, counts, items, table, pages, sums, place, tokens,
     in_features: tl.constexpr, in_pages: tl.constexpr, slices: tl.constexpr, columns: tl.constexpr,
-    max_rank: tl.constexpr, programs: tl.constexpr, group_tokens: tl.constexpr, step: tl.constexpr,
+    max_rank: tl.constexpr, group_tokens: tl.constexpr, width: tl.constexpr, step: tl.constexpr,
     stages: tl.constexpr, dependent: tl.constexpr,
 ):  # fmt: skip
-    """sums[page along x, token, slice, rank] = x[token, page's columns] · A[rank, page's columns]."""
+    """sums[part of x, token, slice, rank] = x[token, part] · A[rank, part].
+
+    Items of several tokens have parts of `width` columns. Those of one token, which come first, take a page at once,
+    and use only the first of its parts in `sums`.
+    """
     if dependent:
         gdc_launch_dependents()
+    per_page: tl.constexpr = columns // width
+    parts: tl.constexpr = in_pages * per_page
     nth = tl.arange(0, group_tokens)
-    total = tl.load(counts) * (in_pages * slices)
-    for work in range(tl.program_id(0), total, programs):
-        item = items + (work // (in_pages * slices)) * 8
-        page_of_x = work % in_pages
-        slice_ = (work // in_pages) % slices
+    singles = tl.load(counts + 3)
+    of_singles = singles * (in_pages * slices)
+    total = of_singles + (tl.load(counts) - singles) * (parts * slices)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        single = work < of_singles
+        rest = work - of_singles
+        item = items + tl.where(single, work // (in_pages * slices), singles + rest // (parts * slices)) * 8
+        part_of_x = tl.where(single, (work % in_pages) * per_page, rest % parts)
+        page_of_x = part_of_x // per_page
+        slice_ = tl.where(single, work // in_pages, rest // parts) % slices
         blocks = tl.load(item + 1)
         block = tl.load(item + 2)
         first = tl.load(item + 3)
         count = tl.load(item + 4)
         entry = tl.load(item) + blocks * (place + slice_ * in_pages) + block * in_pages + page_of_x
-        page = pages + tl.load(table + entry).to(tl.int64) * (8 * columns)
-        k_first = page_of_x * columns
-        part = sums + (page_of_x * tokens * slices + slice_) * max_rank + block * 8
+        k_first = part_of_x * width
+        page = pages + tl.load(table + entry).to(tl.int64) * (8 * columns) + (part_of_x % per_page) * width
+        part = sums + (part_of_x * tokens * slices + slice_) * max_rank + block * 8
         if count == 1:
             one = tl.load(order + first)
             row = x + one.to(tl.int64) * x_stride
@@ -88,11 +100,41 @@ def shrink(
                 k_first,
                 in_features,
                 columns,
+                width,
                 step,
                 stages,
                 group_tokens,
                 dependent,
             )
+
+
+@triton.jit(do_not_specialize=["place"])
+def gather(
+    ids, order, count, groups, table, pages, sums, place,
+    in_features: tl.constexpr, in_pages: tl.constexpr, columns: tl.constexpr, max_rank: tl.constexpr,
+    height: tl.constexpr, dependent: tl.constexpr,
+):  # fmt: skip
+    """sums[token, rank] = A[rank, ids[token]]: an embedding's shrink, whose x is one-hot; for groups or tiles."""
+    if dependent:
+        gdc_launch_dependents()
+        gdc_wait()
+    nth = tl.arange(0, height)
+    rows = tl.arange(0, 8)
+    total = tl.load(count)
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+        group = groups + work * 4
+        blocks = tl.load(group + 1)
+        live = nth < tl.load(group + 3)
+        token = tl.load(order + tl.load(group + 2) + nth, mask=live, other=0)
+        column = tl.load(ids + token, mask=live, other=0).to(tl.int32)
+        there = live & (column >= 0) & (column < in_features)
+        first = table + tl.load(group) + blocks * place + column // columns
+        for block in range(blocks):
+            page = tl.load(first + block * in_pages, mask=there, other=0).to(tl.int64)
+            at = pages + page[:, None] * (8 * columns) + rows[None, :] * columns + (column % columns)[:, None]
+            values = tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
+            out = sums + token[:, None] * max_rank + block * 8 + rows[None, :]
+            tl.store(out, values, mask=live[:, None])
 
 
 @triton.jit
@@ -109,7 +151,7 @@ def _block_weights(
 
 @triton.jit
 def _hidden_one(sums, first_rank, blocks, stride, parts: tl.constexpr, ranks: tl.constexpr):
-    """The partial sums of one token, added up: [ranks]."""
+    """The partial sums of one token, which lie `stride` apart, added up: [ranks]."""
     rank = first_rank + tl.arange(0, ranks)
     hidden = tl.zeros([ranks], tl.float32)
     for part in tl.static_range(parts):
@@ -166,14 +208,18 @@ def _expand_many(
     tl.store(out, (before + change).to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place", "tokens"])
 def expand(
     y, y_stride, order, counts, groups, table, pages, sums, place, tokens,
-    in_pages: tl.constexpr, slices: tl.constexpr, width_0: tl.constexpr, width_1: tl.constexpr, width_2: tl.constexpr,
-    columns: tl.constexpr, max_rank: tl.constexpr, programs: tl.constexpr, group_tokens: tl.constexpr,
+    in_pages: tl.constexpr, parts: tl.constexpr, pages_of_x: tl.constexpr, slices: tl.constexpr,
+    width_0: tl.constexpr, width_1: tl.constexpr, width_2: tl.constexpr,
+    columns: tl.constexpr, max_rank: tl.constexpr, group_tokens: tl.constexpr,
     tile: tl.constexpr, ranks: tl.constexpr, dependent: tl.constexpr,
 ):  # fmt: skip
-    """y[token, column] += Σ over rank of (Σ over pages of sums)[token, slice, rank] · B[rank, column]."""
+    """y[token, column] += Σ over rank of (Σ over `parts` of sums)[token, slice, rank] · B[rank, column].
+
+    Groups of one token have `pages_of_x` parts, as many apart as there are parts in a page.
+    """
     if dependent:
         gdc_launch_dependents()
     tiles_0: tl.constexpr = (width_0 + tile - 1) // tile
@@ -185,7 +231,7 @@ def expand(
     stride = tokens * slices * max_rank
     nth = tl.arange(0, group_tokens)
     total = tl.load(counts + 1) * tiles
-    for work in range(tl.program_id(0), total, programs):
+    for work in range(tl.program_id(0), total, tl.num_programs(0)):
         group = groups + (work // tiles) * 4
         nth_tile = work % tiles
         slice_ = (nth_tile >= tiles_0).to(tl.int32) + (nth_tile >= tiles_0 + tiles_1).to(tl.int32)
@@ -206,17 +252,17 @@ def expand(
         if count == 1:
             one = tl.load(order + first)
             out = y + one.to(tl.int64) * y_stride + y_column
-            part = sums + (one * slices + slice_) * max_rank
+            hidden = sums + (one * slices + slice_) * max_rank
             _expand_one(
-                out, inside, part, stride, weights, entry, pages, out_pages, blocks, column,
-                columns, in_pages, ranks, dependent,
+                out, inside, hidden, stride * (parts // pages_of_x), weights, entry, pages, out_pages, blocks, column,
+                columns, pages_of_x, ranks, dependent,
             )  # fmt: skip
         else:
             live = nth < count
             many = tl.load(order + first + nth, mask=live, other=0)
             outs = y + many.to(tl.int64)[:, None] * y_stride + y_column[None, :]
-            parts = sums + (many * slices + slice_) * max_rank
+            hiddens = sums + (many * slices + slice_) * max_rank
             _expand_many(
-                outs, live, inside, parts, stride, weights, entry, pages, out_pages, blocks, column,
-                columns, in_pages, group_tokens, ranks, dependent,
+                outs, live, inside, hiddens, stride, weights, entry, pages, out_pages, blocks, column,
+                columns, parts, group_tokens, ranks, dependent,
             )  # fmt: skip

@@ -16,12 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
-from manylora.kernels.paged_kernels import expand, shrink
-from manylora.kernels.pages import ROWS, Module
+from manylora.kernels.paged_kernels import expand, gather, shrink
+from manylora.kernels.pages import ROWS, Module, Place
 from manylora.kernels.pool import AdapterPool
+from manylora.kernels.prefill_kernels import expand_tiles, shrink_tiles
 
 GROUP_TOKENS = 16
+TILE_TOKENS = 64
+MANY_TOKENS = 512
+"""In steps of more tokens than this, adapters with more than a group of tokens are computed tile by tile."""
+
 MAX_SLICES = 3
 
 
@@ -32,6 +38,7 @@ class DevicePlan:
     order: torch.Tensor
     groups: torch.Tensor
     items: torch.Tensor
+    tiles: torch.Tensor
     counts: torch.Tensor
 
 
@@ -41,22 +48,42 @@ class Tuning:
 
     shrink_programs: int = 528
     shrink_warps: int = 2
+    shrink_width: int = 1024
+    """Columns of x that several tokens take at a time in a step of at most `few_tokens`; else a whole page."""
+    few_tokens: int = 64
     shrink_step: int = 512
     shrink_stages: int = 4
     expand_programs: int = 2112
     expand_warps: int = 1
     expand_tile: int = 128
     rank_tile: int = 16
+    tile_shrink_programs: int = 264
+    tile_shrink_warps: int = 4
+    tile_shrink_step: int = 128
+    tile_shrink_stages: int = 3
+    tile_expand_programs: int = 1056
+    tile_expand_warps: int = 4
+    tile_expand_span: int = 64
+    tile_ranks: int = 32
     dependent_launch: bool = True
 
 
-def sums_numel(pool: AdapterPool, tokens: int, max_rank: int) -> int:
-    """Float32 numbers that `add_lora` needs for its partial sums, whichever module it is called for."""
-    return (
-        max((place.in_pages * len(place.out_pages) for place in pool.layout.places), default=0)
-        * tokens
-        * padded_rank(max_rank)
+def tile_tokens(tokens: int) -> int | None:
+    """What `plan_step` takes for a step of `tokens` tokens."""
+    return TILE_TOKENS if tokens > MANY_TOKENS else None
+
+
+def sums_numel(pool: AdapterPool, tokens: int, max_rank: int, tuning: Tuning) -> int:
+    """Float32 numbers that a call needs for its partial sums, whichever module it is for."""
+    parts = (
+        1 if module.is_lookup else _parts(pool, place, tuning) * len(place.out_pages)
+        for module, place in zip(pool.layout.modules, pool.layout.places, strict=True)
     )
+    return max(parts, default=0) * tokens * padded_rank(max_rank)
+
+
+def _parts(pool: AdapterPool, place: Place, tuning: Tuning) -> int:
+    return place.in_pages * (pool.layout.columns // min(tuning.shrink_width, pool.layout.columns))
 
 
 def padded_rank(max_rank: int) -> int:
@@ -79,28 +106,137 @@ def add_lora(
     layout; `sums` float32, at least `sums_numel`; `max_rank` bounds the rank of every adapter in the pool. Raises
     `ValueError` for a module of more than `MAX_SLICES` slices.
     """
-    module, place = pool.layout.modules[number], pool.layout.places[number]
-    if len(module.widths) > MAX_SLICES:
-        raise ValueError(f"{module.name} has {len(module.widths)} slices; the kernels take up to {MAX_SLICES}")
+    module, place = _find(pool, number)
     tokens, padded = x.shape[0], padded_rank(max_rank)
-    columns = pool.layout.columns
     slices = len(module.widths)
-    options = {"launch_pdl": True} if tuning.dependent_launch else {}
-    shrinks = min(tuning.shrink_programs, plan.items.shape[0] * place.in_pages * slices)
+    columns = pool.layout.columns
+    width = min(tuning.shrink_width if tokens <= tuning.few_tokens else columns, columns)
+    parts = place.in_pages * (columns // width)
+    shrinks = min(tuning.shrink_programs, plan.items.shape[0] * parts * slices)
     shrink[(shrinks,)](
         x, x.stride(0), plan.order, plan.counts, plan.items, pool.table, pool.pages, sums, place.first, tokens,
-        module.in_features, place.in_pages, slices, columns, padded, shrinks, GROUP_TOKENS,
-        min(tuning.shrink_step, columns), tuning.shrink_stages, tuning.dependent_launch,
-        num_warps=tuning.shrink_warps, **options,
+        module.in_features, place.in_pages, slices, columns, padded, GROUP_TOKENS, width,
+        min(tuning.shrink_step, width), tuning.shrink_stages, tuning.dependent_launch,
+        num_warps=tuning.shrink_warps, **_options(tuning),
     )  # fmt: skip
+    _expand(y, number, pool, plan, sums, tokens, padded, parts, place.in_pages, tuning)
+    if tile_tokens(tokens):
+        _add_tiles(y, x, module, place, pool, plan, sums, padded, tuning)
+
+
+def _add_tiles(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    module: Module,
+    place: Place,
+    pool: AdapterPool,
+    plan: DevicePlan,
+    sums: torch.Tensor,
+    padded: int,
+    tuning: Tuning,
+) -> None:
+    """The same for the tiles of `plan`."""
+    slices, columns = len(module.widths), pool.layout.columns
+    ranks = _tile_ranks(padded, tuning)
+    shrinks = min(tuning.tile_shrink_programs, plan.tiles.shape[0] * slices)
+    shrink_tiles[(shrinks,)](
+        x, x.stride(0), plan.order, plan.counts, plan.tiles, pool.table, pool.pages, sums, place.first,
+        module.in_features, place.in_pages, slices, columns, padded, TILE_TOKENS,
+        min(tuning.tile_shrink_step, columns), ranks, tuning.tile_shrink_stages, num_warps=tuning.tile_shrink_warps,
+    )  # fmt: skip
+    _expand_tiles(y, module, place, pool, plan, sums, padded, tuning)
+
+
+def _expand_tiles(
+    y: torch.Tensor,
+    module: Module,
+    place: Place,
+    pool: AdapterPool,
+    plan: DevicePlan,
+    sums: torch.Tensor,
+    padded: int,
+    tuning: Tuning,
+) -> None:
+    columns = pool.layout.columns
+    span = min(tuning.tile_expand_span, columns)
+    expands = min(tuning.tile_expand_programs, plan.tiles.shape[0] * _tiles(module, span, columns))
+    widths = (*module.widths, 0, 0)
+    expand_tiles[(expands,)](
+        y, y.stride(0), plan.order, plan.counts, plan.tiles, pool.table, pool.pages, sums, place.first,
+        place.in_pages, len(module.widths), *widths[:MAX_SLICES], columns, padded, TILE_TOKENS, span,
+        _tile_ranks(padded, tuning), all(width % span == 0 for width in module.widths),
+        num_warps=tuning.tile_expand_warps,
+    )  # fmt: skip
+
+
+def _tile_ranks(padded: int, tuning: Tuning) -> int:
+    return int(min(tuning.tile_ranks, max(GROUP_TOKENS, triton.next_power_of_2(padded))))
+
+
+def add_lora_embedding(
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    number: int,
+    pool: AdapterPool,
+    plan: DevicePlan,
+    sums: torch.Tensor,
+    max_rank: int,
+    tuning: Tuning,
+) -> None:
+    """``y += B A[:, ids]`` for the tokens of `plan`, in place: `y` [tokens, width], `ids` [tokens] of any integer type.
+
+    The rest as for `add_lora`. An id beyond the adapter's vocabulary adds nothing.
+    """
+    module, place = _find(pool, number)
+    tokens, padded = ids.shape[0], padded_rank(max_rank)
+    lists = [(plan.groups, plan.counts[1:], GROUP_TOKENS)]
+    if tile_tokens(tokens):
+        lists.append((plan.tiles, plan.counts[2:], TILE_TOKENS))
+    for groups, count, height in lists:
+        programs = min(tuning.shrink_programs, groups.shape[0])
+        gather[(programs,)](
+            ids, plan.order, count, groups, pool.table, pool.pages, sums, place.first, module.in_features,
+            place.in_pages, pool.layout.columns, padded, height, tuning.dependent_launch,
+            num_warps=1, **_options(tuning),
+        )  # fmt: skip
+    _expand(y, number, pool, plan, sums, tokens, padded, 1, 1, tuning)
+    if tile_tokens(tokens):
+        _expand_tiles(y, module, place, pool, plan, sums, padded, tuning)
+
+
+def _find(pool: AdapterPool, number: int) -> tuple[Module, Place]:
+    module = pool.layout.modules[number]
+    if len(module.widths) > MAX_SLICES:
+        raise ValueError(f"{module.name} has {len(module.widths)} slices; the kernels take up to {MAX_SLICES}")
+    return module, pool.layout.places[number]
+
+
+def _expand(
+    y: torch.Tensor,
+    number: int,
+    pool: AdapterPool,
+    plan: DevicePlan,
+    sums: torch.Tensor,
+    tokens: int,
+    padded: int,
+    parts: int,
+    pages_of_x: int,
+    tuning: Tuning,
+) -> None:
+    module, place = pool.layout.modules[number], pool.layout.places[number]
+    columns = pool.layout.columns
     expands = min(tuning.expand_programs, plan.groups.shape[0] * _tiles(module, tuning.expand_tile, columns))
     widths = (*module.widths, 0, 0)
     expand[(expands,)](
         y, y.stride(0), plan.order, plan.counts, plan.groups, pool.table, pool.pages, sums, place.first, tokens,
-        place.in_pages, slices, *widths[:MAX_SLICES], columns, padded, expands, GROUP_TOKENS,
-        min(tuning.expand_tile, columns), tuning.rank_tile, tuning.dependent_launch,
-        num_warps=tuning.expand_warps, **options,
+        place.in_pages, parts, pages_of_x, len(module.widths), *widths[:MAX_SLICES], columns, padded,
+        GROUP_TOKENS, min(tuning.expand_tile, columns), tuning.rank_tile, tuning.dependent_launch,
+        num_warps=tuning.expand_warps, **_options(tuning),
     )  # fmt: skip
+
+
+def _options(tuning: Tuning) -> dict[str, bool]:
+    return {"launch_pdl": True} if tuning.dependent_launch else {}
 
 
 def _tiles(module: Module, tile: int, columns: int) -> int:

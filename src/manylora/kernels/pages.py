@@ -31,6 +31,8 @@ class Module:
     in_features: int
     widths: tuple[int, ...]
     """Output columns of each slice."""
+    is_lookup: bool = False
+    """An embedding: A is read by column, one for each token, rather than multiplied."""
 
 
 @dataclass(frozen=True, slots=True)

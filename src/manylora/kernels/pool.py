@@ -5,16 +5,16 @@ Owns pages and tables; knows nothing of who asks and when. Not thread-safe: one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from manylora.errors import Unavailable
-from manylora.kernels.pages import ROWS, ZERO_PAGE, Layout, Place, rank_blocks
+from manylora.kernels.packing import PackedAdapter
+from manylora.kernels.pages import ROWS, ZERO_PAGE, Layout
 
-Factors = tuple[torch.Tensor, torch.Tensor]
-"""A as [rank, in] and B as [out, rank] of one slice, the scale already in B."""
+_COPY_BYTES = 32 << 20
+"""How much of an adapter is on its way to the device at a time: it lies there twice meanwhile."""
 
 
 class PoolFull(Unavailable):
@@ -29,15 +29,13 @@ class Placed:
     """Its first entry in the pool's table."""
     rank_blocks: int
     pages: tuple[int, ...]
-    rows_bytes: int
-    """Bytes of its factors at their exact ranks."""
 
 
 class AdapterPool:
     """Pages `[pages, 8, columns]` of one dtype on one device, page 0 zero for ever, and the table of page numbers."""
 
     def __init__(self, layout: Layout, budget_bytes: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Take at most `budget_bytes` for the pages; the table adds about 0.1 %.
+        """Take at most `budget_bytes` for the pages; the table adds about 1 %.
 
         Raises `Unavailable` where the budget holds not even one rank block of every module.
         """
@@ -53,8 +51,10 @@ class AdapterPool:
         self.page_bytes = page_bytes
         self.pages = torch.empty(count, ROWS, layout.columns, dtype=dtype, device=device)
         self.pages[ZERO_PAGE].zero_()
-        # Absent modules cost entries but no pages, so tables may need more entries than there are pages.
-        self._entries = Extents(2 * count + 16 * layout.entries_per_block)
+        # Modules that an adapter does not change cost it entries and no pages: with q and v alone a model of four
+        # linears takes six entries a page. About 1 % of the pages' bytes goes to the table.
+        entries_per_page = max(2, min(16, page_bytes // (100 * torch.int32.itemsize)))
+        self._entries = Extents(entries_per_page * count + 16 * layout.entries_per_block)
         self.table = torch.zeros(self._entries.size, dtype=torch.int32, device=device)
         self._free = list(range(count - 1, ZERO_PAGE, -1))
 
@@ -62,70 +62,41 @@ class AdapterPool:
     def free_pages(self) -> int:
         return len(self._free)
 
-    def pages_needed(self, weights: Mapping[int, Sequence[Factors | None]]) -> int:
-        """Pages that `place` would take for `weights`."""
-        return sum(
-            rank_blocks(a.shape[0]) * (place.in_pages + place.out_pages[slice_])
-            for place, slice_, a, _ in self._parts(weights)
-        )
+    def place(self, packed: PackedAdapter) -> Placed:
+        """Copy an adapter in, on the current stream. Raises `PoolFull`, and has changed nothing then.
 
-    def place(self, weights: Mapping[int, Sequence[Factors | None]]) -> Placed:
-        """Copy an adapter in: for a module's number in the layout, the factors of each slice (None: this one has none).
-
-        Ranks may differ from slice to slice. Raises `PoolFull`, and has changed nothing then.
+        The pages in use by a step that was begun earlier on this stream are read before they can change.
         """
-        parts = list(self._parts(weights))
-        blocks = max((rank_blocks(a.shape[0]) for _, _, a, _ in parts), default=0)
-        needed = self.pages_needed(weights)
+        needed = packed.images.shape[0]
+        if needed == 0:
+            return Placed(0, 0, ())
         if needed > len(self._free):
             raise PoolFull(f"the adapter needs {needed} pages, and {len(self._free)} are free")
-        length = blocks * self.layout.entries_per_block
+        length = packed.rank_blocks * self.layout.entries_per_block
+        if length > self._entries.size:
+            raise Unavailable(
+                f"the adapter's rank needs {length} entries of the pool's table, which has {self._entries.size}",
+                "raise --adapter-memory",
+            )
         table = self._entries.take(length)
         if table is None:
             raise PoolFull("the pool's table has no room for another adapter")
-        taken = [self._free.pop() for _ in range(needed)]
+        taken = torch.tensor([self._free.pop() for _ in range(needed)], dtype=torch.int64)
         entries = torch.zeros(length, dtype=torch.int32)
-        images = torch.zeros(needed, ROWS, self.layout.columns, dtype=self.pages.dtype)
-        done = 0
-        for place, slice_, a, b in parts:
-            for rows, first, count in ((a, place.a(slice_), place.in_pages), (b.t(), place.b(slice_), 0)):
-                cut = self._cut(rows, images[done:], count or place.out_pages[slice_])
-                entries[first * blocks : first * blocks + cut] = torch.tensor(
-                    taken[done : done + cut], dtype=torch.int32
-                )
-                done += cut
+        entries[packed.entries] = taken.to(torch.int32)
         device = self.pages.device
-        if taken:
-            self.pages.index_copy_(0, torch.tensor(taken, device=device), images.to(device))
+        index = taken.to(device)
+        chunk = max(1, _COPY_BYTES // self.page_bytes)
+        for first in range(0, needed, chunk):
+            images = packed.images[first : first + chunk].to(device, non_blocking=True)
+            self.pages.index_copy_(0, index[first : first + chunk], images)
         self.table[table : table + length] = entries.to(device)
-        exact = sum((a.numel() + b.numel()) * self.pages.dtype.itemsize for _, _, a, b in parts)
-        return Placed(table, blocks, tuple(taken), exact)
+        return Placed(table, packed.rank_blocks, tuple(taken.tolist()))
 
     def remove(self, placed: Placed) -> None:
         """Give an adapter's pages back. No step that may still run must name it."""
         self._free.extend(reversed(placed.pages))
         self._entries.give_back(placed.table, placed.rank_blocks * self.layout.entries_per_block)
-
-    def _parts(
-        self, weights: Mapping[int, Sequence[Factors | None]]
-    ) -> list[tuple[Place, int, torch.Tensor, torch.Tensor]]:
-        return [
-            (self.layout.places[module], slice_, *factors)
-            for module, slices in sorted(weights.items())
-            for slice_, factors in enumerate(slices)
-            if factors is not None
-        ]
-
-    def _cut(self, rows: torch.Tensor, images: torch.Tensor, pages_per_block: int) -> int:
-        """Write `rows` [rank, length] into page images, block by block; how many pages that were."""
-        lora_rank, length = rows.shape
-        columns = self.layout.columns
-        pages = rank_blocks(lora_rank) * pages_per_block
-        padded = torch.zeros(rank_blocks(lora_rank) * ROWS, pages_per_block * columns, dtype=self.pages.dtype)
-        padded[:lora_rank, :length] = rows
-        blocks = padded.view(-1, ROWS, pages_per_block, columns).transpose(1, 2)
-        images[:pages] = blocks.reshape(pages, ROWS, columns)
-        return pages
 
 
 class Extents:

@@ -26,12 +26,15 @@ class StepPlan:
 
     `order` int32 [tokens]: token rows sorted by adapter; `groups` int32 [capacity, 4]: table, rank blocks, first
     position in `order`, tokens; `items` int32 [capacity, 8]: table, rank blocks, this rank block, first position,
-    tokens, 0, 0, 0; `counts` int32 [2]: items, groups.
+    tokens, 0, 0, 0; `tiles` int32 [capacity, 4]: as `groups`, of adapters with many tokens, which are in no group;
+    `counts` int32 [4]: items, groups, tiles,
+    and items of one token, which come first.
     """
 
     order: Ints
     groups: Ints
     items: Ints
+    tiles: Ints
     counts: Ints
 
 
@@ -41,12 +44,15 @@ def capacity(tokens: int, group_tokens: int, adapters: int, max_rank: int) -> tu
     return groups, groups * -(-max_rank // ROWS)
 
 
-def plan_step(adapters: Ints, tables: Ints, rank_blocks: Ints, group_tokens: int) -> StepPlan:
+def plan_step(
+    adapters: Ints, tables: Ints, rank_blocks: Ints, group_tokens: int, tile_tokens: int | None = None
+) -> StepPlan:
     """Plan a step.
 
     `adapters` int32 [tokens]: each token's adapter, negative for the base model; `tables`, `rank_blocks` int32
     [adapters]: where each adapter's table begins, and its rank blocks. A group has at most `group_tokens` tokens.
-    Groups of high ranks come first: they take longest.
+    Groups of one token come first, and within them and within the others high ranks: they take longest. With
+    `tile_tokens`, adapters of more than `group_tokens` tokens are cut into tiles of that many instead.
     """
     rows = np.flatnonzero(adapters >= 0).astype(np.int32)
     present, place, count = np.unique(adapters[rows], return_inverse=True, return_counts=True)
@@ -56,13 +62,13 @@ def plan_step(adapters: Ints, tables: Ints, rank_blocks: Ints, group_tokens: int
     order = rows[np.argsort(turn[place], kind="stable")]
     present, count = present[by_rank], count[by_rank]
 
-    parts = -(-count // group_tokens)
-    which: Ints = np.repeat(np.arange(len(present)), parts)
-    nth = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
-    first = (np.cumsum(count) - count)[which] + nth * group_tokens
-    tokens = np.minimum(count[which] - nth * group_tokens, group_tokens)
-    groups = np.stack([tables[present][which], rank_blocks[present][which], first, tokens], axis=1).astype(np.int32)
+    starts = np.cumsum(count) - count
+    large = count > (group_tokens if tile_tokens else len(rows))
+    named = np.stack([tables[present], rank_blocks[present]], axis=1)
+    groups = _cut(named[~large], starts[~large], count[~large], group_tokens)
+    tiles = _cut(named[large], starts[large], count[large], tile_tokens or group_tokens)
 
+    groups = groups[np.argsort(groups[:, 3] > 1, kind="stable")]
     blocks = groups[:, 1]
     of_group: Ints = np.repeat(np.arange(len(groups)), blocks)
     block = np.arange(len(of_group)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
@@ -70,4 +76,16 @@ def plan_step(adapters: Ints, tables: Ints, rank_blocks: Ints, group_tokens: int
     items[:, :2] = groups[of_group, :2]
     items[:, 2] = block
     items[:, 3:5] = groups[of_group, 2:]
-    return StepPlan(order, groups, items, np.array([len(items), len(groups)], np.int32))
+    singles = np.count_nonzero(items[:, 4] == 1)
+    counts = np.array([len(items), len(groups), len(tiles), singles], np.int32)
+    return StepPlan(order, groups, items, tiles, counts)
+
+
+def _cut(named: Ints, starts: Ints, counts: Ints, length: int) -> Ints:
+    """Ranges of positions cut into parts of at most `length`: int32 [parts, 4], `named` before position and tokens."""
+    parts = -(-counts // length)
+    which: Ints = np.repeat(np.arange(len(counts)), parts)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = starts[which] + nth * length
+    tokens = np.minimum(counts[which] - nth * length, length)
+    return np.concatenate([named[which], first[:, None], tokens[:, None]], axis=1).astype(np.int32)

@@ -58,6 +58,7 @@ def _engine(settings: Settings, run_dir: RunDir, model: str, base_model: str, fl
         socket=run_dir.engine_socket,
         disk_tier=settings.disk_tier,
         served_model_name=base_model,
+        adapter_memory=settings.adapter_memory,
         vllm_args=flags,
         env=settings.child_env(),
     )
