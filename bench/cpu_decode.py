@@ -1,9 +1,10 @@
-"""Decode on the CPU engine with the demo's model and its six adapters: stock vLLM and manylora, in the same run.
+"""Decode on the CPU engine with the demo's model and six adapters: stock vLLM and manylora, in the same run.
 
     python bench/cpu_decode.py [--rounds 3] [--models DIR]
 
-Each engine runs in a process of its own, in turn, and answers 8 streams at a time: of the base model, of one adapter, of
-all six. The result is JSON in bench/results/cpu-decode.json, with the ratio of the output tokens a second.
+Each engine runs in a process of its own, in turn, and answers 8 streams at a time: of the base model, of one adapter,
+of six. They have ranks 16, 32, 64, 8, 16, 32, all seven linears and random weights: speed does not depend on the
+values. The result is JSON in bench/results/cpu-decode.json, with the ratio of the output tokens a second.
 """
 
 # The commands are this file's own.
@@ -18,23 +19,56 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "cpu-decode.json"
-ADAPTERS = Path(__file__).parents[1] / "examples" / "adapters"
+RANKS = (16, 32, 64, 8, 16, 32)
 STREAMS, TOKENS_IN, TOKENS_OUT = 8, 8, 48
 ENGINES = ("stock", "manylora")
 
 
-def measure(engine: str, model: Path, rounds: int) -> list[dict[str, Any]]:
+def make_adapters(model: Path, folder: Path) -> list[Path]:
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    linears = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (hidden, wide),
+        "mlp.up_proj": (hidden, wide),
+        "mlp.down_proj": (wide, hidden),
+    }
+    folders = []
+    for number, rank in enumerate(RANKS):
+        tensors = {}
+        for layer in range(config["num_hidden_layers"]):
+            for name, (fan_in, fan_out) in linears.items():
+                prefix = f"base_model.model.model.layers.{layer}.{name}"
+                tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, fan_in) * 0.01
+                tensors[f"{prefix}.lora_B.weight"] = torch.randn(fan_out, rank) * 0.01
+        folders.append(folder / f"adapter-{number}")
+        folders[-1].mkdir()
+        save_file(tensors, folders[-1] / "adapter_model.safetensors")
+        peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+        peft["target_modules"] = [name.split(".")[1] for name in linears]
+        (folders[-1] / "adapter_config.json").write_text(json.dumps(peft))
+    return folders
+
+
+def measure(engine: str, model: Path, folders: Sequence[Path], rounds: int) -> list[dict[str, Any]]:
     """Rows of one engine, in this process; the environment is set."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    folders = sorted(folder for folder in ADAPTERS.iterdir() if (folder / "adapter_config.json").is_file())[:6]
     llm = LLM(
         model=str(model),
         dtype="float32",
@@ -43,9 +77,9 @@ def measure(engine: str, model: Path, rounds: int) -> list[dict[str, Any]]:
         enforce_eager=True,
         enable_prefix_caching=False,
         enable_lora=True,
-        max_loras=len(folders),
-        max_cpu_loras=len(folders),
-        max_lora_rank=16,
+        max_loras=len(RANKS),
+        max_cpu_loras=len(RANKS),
+        max_lora_rank=max(RANKS),
         seed=0,
     )
     adapters = [LoRARequest(folder.name, 1 + at, str(folder)) for at, folder in enumerate(folders)]
@@ -73,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.engine:
-        print("ROWS", json.dumps(measure(args.engine, args.model, args.rounds)))
+        with tempfile.TemporaryDirectory(prefix="manylora-bench-") as folder:
+            folders = make_adapters(args.model, Path(folder))
+            print("ROWS", json.dumps(measure(args.engine, args.model, folders, args.rounds)))
         return 0
     from manylora.demo import base_model
 

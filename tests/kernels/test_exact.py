@@ -152,13 +152,13 @@ def test_a_packed_adapter_shares_nothing_with_what_it_was_made_of() -> None:
     torch.testing.assert_close(y.double(), expected(torch.zeros(1, 20), x, OUT, [kept]), rtol=1e-4, atol=1e-4)
 
 
-def test_consecutive_rows_are_a_slice() -> None:
+def test_runs_of_rows_are_slices_and_many_runs_a_gather() -> None:
     one, other = (pack_exact(MODULES, {}) for _ in range(2))
-    first, second = exact.row_groups([one, one, other, None, other])
-    assert first.adapter is one
-    assert first.rows == slice(0, 2)
-    assert second.adapter is other
-    assert second.rows.tolist() == [2, 4]
+    groups = exact.row_groups([one, one, other, None, other])
+    assert [group.adapter for group in groups] == [one, other, other]
+    assert [group.rows for group in groups] == [slice(0, 2), slice(2, 3), slice(4, 5)]
+    [gathered, *_] = exact.row_groups([one, other] * 5)
+    assert gathered.rows.tolist() == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.parametrize(

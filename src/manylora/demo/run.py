@@ -42,7 +42,7 @@ VLLM_FLAGS = (
     # Compiling the model takes longer than the whole demo, needs a C++ compiler, and gains nothing at this size.
     "--enforce-eager",
     # A step's time on a CPU grows with its tokens: prompts are read in small bites, so that streams keep their pace.
-    *("--long-prefill-token-threshold", "6"),
+    *("--long-prefill-token-threshold", "5"),
 )
 REFERENCE_LIMIT_S = 600.0
 _REFERENCE_ENV = {

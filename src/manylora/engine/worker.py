@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +22,9 @@ from manylora.engine.worker_calls import FAILED, FULL, PENDING, READY
 from manylora.kernels.pool import PoolFull
 
 log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0002
+LOADER_NICE = 10
 
 
 @dataclass(slots=True)
@@ -36,15 +41,20 @@ class _Loader:
     """The loader thread of a worker and what it is reading, by adapter id."""
 
     thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "manylora-load", initializer=_use_every_core)
+        default_factory=lambda: ThreadPoolExecutor(1, "manylora-load", initializer=_give_way)
     )
     loads: dict[int, _Load] = field(default_factory=dict)
 
 
-def _use_every_core() -> None:
-    """Free the calling thread from the core that vLLM's CPU worker pins its process to: the steps run there."""
+def _give_way() -> None:
+    """Have the calling thread yield to whoever makes the steps.
+
+    It leaves the core that vLLM's CPU worker pins its process to, and is nice on the others, where vLLM's other
+    processes may be waiting to run.
+    """
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADER_NICE)
 
 
 class AdapterWorker:
@@ -61,6 +71,9 @@ class AdapterWorker:
     def manylora_prepare(self, lora_id: int, engine_name: str, folder: str) -> None:
         """Start reading an adapter from its folder."""
         if self.manylora_loader is None:
+            # The step loop gives the interpreter away around every operation, and would get it back from a loader in
+            # the midst of Python code 5 ms later only, each time.
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             self.manylora_loader = _Loader()
         request = vllm_seam.LoRARequest(lora_name=engine_name, lora_int_id=lora_id, lora_path=folder)
         future = self.manylora_loader.thread.submit(self.manylora_manager().prepare, request)

@@ -13,8 +13,8 @@ from manylora.errors import ManyloraError, Unavailable
 PENDING, FULL, READY, FAILED = "pending", "full", "ready", "failed"
 """States of a read, as a worker tells them."""
 
-_FIRST_POLL_S = 0.002
-_LONGEST_POLL_S = 0.05
+_FIRST_POLL_S = 0.02
+_LONGEST_POLL_S = 0.08
 
 
 class EngineClient(Protocol):

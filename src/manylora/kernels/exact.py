@@ -19,8 +19,11 @@ import torch
 from manylora.kernels.packing import Factors, Weights, check_fit
 from manylora.kernels.pages import Module
 
-_DENSE_BYTES = 1 << 20
+_DENSE_BYTES = 256 << 10
 """Up to this size one product with zeros in it is faster than one for each slice."""
+
+_MANY_RUNS = 4
+"""From here on one gather and one scatter are faster than a product for each run of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def row_groups(adapters: Sequence[ExactAdapter | None]) -> tuple[RowGroup, ...]:
     for row, adapter in enumerate(adapters):
         if adapter is not None:
             rows.setdefault(id(adapter), []).append(row)
-    return tuple(RowGroup(_at(adapters, numbers[0]), _as_slice(numbers)) for numbers in rows.values())
+    return tuple(RowGroup(_at(adapters, numbers[0]), part) for numbers in rows.values() for part in _in_parts(numbers))
 
 
 def _at(adapters: Sequence[ExactAdapter | None], row: int) -> ExactAdapter:
@@ -98,10 +101,14 @@ def _at(adapters: Sequence[ExactAdapter | None], row: int) -> ExactAdapter:
     return adapter
 
 
-def _as_slice(rows: list[int]) -> torch.Tensor | slice:
-    """Consecutive rows as a slice, so that reading and adding them needs no gather."""
-    first, last = rows[0], rows[-1]
-    return slice(first, last + 1) if last - first + 1 == len(rows) else torch.tensor(rows)
+def _in_parts(rows: list[int]) -> list[torch.Tensor | slice]:
+    """Rows as slices where they are a few runs of consecutive ones: then reading and adding them needs no gather."""
+    breaks = [at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1]
+    if len(breaks) >= _MANY_RUNS:
+        return [torch.tensor(rows)]
+    return [
+        slice(rows[first], rows[last - 1] + 1) for first, last in zip([0, *breaks], [*breaks, len(rows)], strict=True)
+    ]
 
 
 def add_lora(y: torch.Tensor, x: torch.Tensor, number: int, groups: Sequence[RowGroup]) -> None:
