@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from manylora.kernels.pool import PoolFull
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0002
-LOADER_NICE = 10
 
 
 @dataclass(slots=True)
@@ -41,20 +39,18 @@ class _Loader:
     """The loader thread of a worker and what it is reading, by adapter id."""
 
     thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, "manylora-load", initializer=_give_way)
+        default_factory=lambda: ThreadPoolExecutor(1, "manylora-load", initializer=_use_every_core)
     )
     loads: dict[int, _Load] = field(default_factory=dict)
 
 
-def _give_way() -> None:
-    """Have the calling thread yield to whoever makes the steps.
+def _use_every_core() -> None:
+    """Free the calling thread from the core that vLLM's CPU worker pins its process to: the steps run there.
 
-    It leaves the core that vLLM's CPU worker pins its process to, and is nice on the others, where vLLM's other
-    processes may be waiting to run.
+    It is not nice: preempted while it holds the interpreter, it would keep the steps waiting too.
     """
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADER_NICE)
 
 
 class AdapterWorker:
