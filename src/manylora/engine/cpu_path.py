@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 
-from manylora.engine import lora_ops
-from manylora.engine.vllm_internals import PunicaWrapperBase
+from manylora.engine.layer_calls import LayerCalls
 from manylora.kernels.exact import RowGroup, add_lora, add_lora_embedding, row_groups
 from manylora.kernels.stores import ExactStore
 
 
-class GroupedWrapper(PunicaWrapperBase):
+class GroupedWrapper(LayerCalls):
     """Computes LoRA group by group; the groups of a step are found once, when its mapping is set."""
 
     def __init__(
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device)
-        self._path = lora_ops.register_path(self)
         self._groups: tuple[RowGroup, ...] = ()
         self._sampling_groups: tuple[RowGroup, ...] = ()
 
@@ -43,53 +41,11 @@ class GroupedWrapper(PunicaWrapperBase):
         adapters = self._store.adapters
         return row_groups([adapters[int(lora_id)] if lora_id > 0 else None for lora_id in ids])
 
-    # ---- what layers call ----
-
-    def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        *,
-        buffer: tuple[torch.Tensor, ...] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """``y += B A x`` for all slices; the layer is named by `lora_a_stacked`'s marker."""
-        lora_ops.add_lora(y, x, lora_a_stacked[0], self._path)
-
-    def add_lora_embedding(
-        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
-    ) -> None:
-        """``y += B A[:, x]``, where `x` holds token ids; the layer is named by `lora_b_stacked`, a marker."""
-        lora_ops.add_lora_embedding(y, x, lora_b_stacked, self._path)
-
-    def add_lora_logits(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: torch.Tensor,
-        lora_b_stacked: torch.Tensor,
-        scale: float,
-        *,
-        buffer: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """``y += B A x`` for the rows that are sampled."""
-        rows = x.view(-1, x.shape[-1])
-        add_lora(y.view(-1, y.shape[-1]), rows, int(lora_a_stacked), self._sampling_groups)
-
-    def add_shrink(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("a layer computes shrink and expand on its own; manylora does not serve it")
-
-    add_expand = apply_lora_full_linear = add_shrink
-
-    # ---- behind the operators ----
-
     def add_linear(self, y: torch.Tensor, x: torch.Tensor, number: int) -> None:
         add_lora(y, x, number, self._groups)
 
     def add_embedding(self, y: torch.Tensor, ids: torch.Tensor, number: int) -> None:
         add_lora_embedding(y, ids, number, self._groups)
+
+    def add_logits(self, y: torch.Tensor, x: torch.Tensor, number: int) -> None:
+        add_lora(y, x, number, self._sampling_groups)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from manylora.engine import lora_ops
-from manylora.engine.vllm_internals import PunicaWrapperBase
+from manylora.engine.layer_calls import LayerCalls
+from manylora.errors import Unavailable
 from manylora.kernels.paged_lora import (
     GROUP_TOKENS,
+    MAX_SLICES,
     DevicePlan,
     Tuning,
     add_lora,
@@ -64,7 +65,7 @@ class PlanBuffers:
         return DevicePlan(self._order, self._groups[:groups], self._items[:items], tiles, self._counts)
 
 
-class PagedWrapper(PunicaWrapperBase):
+class PagedWrapper(LayerCalls):
     """Takes each step's token → adapter mapping, and computes through the pool."""
 
     def __init__(
@@ -73,12 +74,19 @@ class PagedWrapper(PunicaWrapperBase):
         super().__init__(max_num_batched_tokens, max_batches, device)
         self._tokens = max_num_batched_tokens
         self._max_rank = int(kwargs["lora_config"].max_lora_rank)
-        self._path = lora_ops.register_path(self)
         self._tuning = Tuning(dependent_launch=torch.cuda.get_device_capability(device)[0] >= 9)
         self._idle = self._idle_sampling = True
 
     def attach(self, store: PagedStore) -> None:
-        """Take the store in which the adapters are; before the first step."""
+        """Take the store in which the adapters are; before the first step.
+
+        Raises `Unavailable` for a model with a layer of more slices than the kernels take.
+        """
+        for module in store.modules:
+            if len(module.widths) > MAX_SLICES:
+                raise Unavailable(
+                    f"{module.name} has {len(module.widths)} slices; adapters of layers of up to {MAX_SLICES} are served"
+                )
         device = store.pool.pages.device
         self._store = store
         self._plan = PlanBuffers(self._tokens, padded_rank(self._max_rank), device)
@@ -108,55 +116,6 @@ class PagedWrapper(PunicaWrapperBase):
         buffers.fill(plan_step(slots[which], tables, blocks, GROUP_TOKENS, tile_tokens(len(ids))))
         return False
 
-    # ---- what layers call ----
-
-    def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        *,
-        buffer: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """``y += B A x`` for all slices; the layer is named by `lora_a_stacked`'s marker."""
-        lora_ops.add_lora(y, x, lora_a_stacked[0], self._path)
-
-    def add_lora_embedding(
-        self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, add_inputs: bool = True, **kwargs: Any
-    ) -> None:
-        """``y += B A[:, x]``, where `x` holds token ids; the layer is named by `lora_b_stacked`, a marker."""
-        lora_ops.add_lora_embedding(y, x, lora_b_stacked, self._path)
-
-    def add_lora_logits(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: torch.Tensor,
-        lora_b_stacked: torch.Tensor,
-        scale: float,
-        *,
-        buffer: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """``y += B A x`` for the rows that are sampled; outside of every graph."""
-        number = int(lora_a_stacked)
-        if self._idle_sampling or not self._store.users[number]:
-            return
-        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        plan = self._sampling_plan.of(x.shape[0])
-        add_lora(y, x, number, self._store.pool, plan, self._sums, self._max_rank, self._tuning)
-
-    def add_shrink(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("a layer computes shrink and expand on its own; manylora's pool does not serve it")
-
-    add_expand = apply_lora_full_linear = add_shrink
-
-    # ---- behind the operators ----
-
     def add_linear(self, y: torch.Tensor, x: torch.Tensor, number: int) -> None:
         if not self._idle:
             plan = self._plan.of(x.shape[0])
@@ -166,3 +125,8 @@ class PagedWrapper(PunicaWrapperBase):
         if not self._idle:
             plan = self._plan.of(ids.shape[0])
             add_lora_embedding(y, ids, number, self._store.pool, plan, self._sums, self._max_rank, self._tuning)
+
+    def add_logits(self, y: torch.Tensor, x: torch.Tensor, number: int) -> None:
+        if not self._idle_sampling and self._store.users[number]:
+            plan = self._sampling_plan.of(x.shape[0])
+            add_lora(y, x, number, self._store.pool, plan, self._sums, self._max_rank, self._tuning)
