@@ -85,7 +85,7 @@ class PagedWrapper(LayerCalls):
         for module in store.modules:
             if len(module.widths) > MAX_SLICES:
                 raise Unavailable(
-                    f"{module.name} has {len(module.widths)} slices; adapters of layers of up to {MAX_SLICES} are served"
+                    f"{module.name} has {len(module.widths)} slices; adapters of up to {MAX_SLICES} are served"
                 )
         device = store.pool.pages.device
         self._store = store
