@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import manylora
-from manylora.cli import adapters, audit, bases, demo, grants, keys, serve, tenants
+from manylora.cli import adapters, audit, bases, demo, grants, keys, serve, simulate, tenants
 from manylora.cli.output import say
 from manylora.cli.reporting_group import ReportingGroup
 from manylora.cli.session import session_of
@@ -67,4 +67,5 @@ app.add_typer(tenants.app, name="tenant")
 app.add_typer(keys.app, name="key")
 app.add_typer(grants.app, name="grant")
 app.command(short_help="Show who changed what, and when.")(audit.audit)
+app.command(short_help="Replay requests under each eviction policy.")(simulate.simulate)
 app.command(short_help="Show it all on a small real model.")(demo.demo)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from manylora.registry.base_model import BaseModel
     from manylora.registry.records import AdapterInfo, AuditEntry, Published, TenantInfo, VerifyResult, Version
     from manylora.tenant import Grant, KeyInfo
+    from manylora.tiers.simulation import Outcome
 
 View = dict[str, object]
 
@@ -108,4 +109,25 @@ def audit_view(entry: AuditEntry) -> View:
         "action": entry.action,
         "subject": entry.subject,
         "detail": dict(entry.detail),
+    }
+
+
+def simulation_view(outcome: Outcome) -> View:
+    """What a policy made of a trace."""
+    return {
+        "policy": outcome.policy,
+        "vram_hit_rate": outcome.vram.hit_rate,
+        "host_hit_rate": outcome.host.hit_rate,
+        "vram_loads": outcome.vram.loads,
+        "host_loads": outcome.host.loads,
+        "vram_bytes_in": outcome.vram.bytes_in,
+        "host_bytes_in": outcome.host.bytes_in,
+        "vram_evictions": outcome.vram.evictions,
+        "host_evictions": outcome.host.evictions,
+        "vram_reloads": outcome.vram.reloads,
+        "host_reloads": outcome.host.reloads,
+        "wait_mean_s": outcome.mean_s,
+        "wait_p50_s": outcome.percentile_s(0.5),
+        "wait_p99_s": outcome.percentile_s(0.99),
+        "wait_max_s": outcome.percentile_s(1.0),
     }
