@@ -4,7 +4,9 @@
 
 One CUDA graph holds 32 layers of the Llama-3.1-8B shape: the base model's products (bf16) and, after each, `add_lora`
 on all seven linears. Pages lie at random places. "added" is the median time of the graph minus that of the graph
-without LoRA. The result is JSON in bench/results/h200-kernels.json. Needs PyTorch with CUDA, Triton and numpy only.
+without LoRA. Decode steps are measured a second time with what else a layer computes (norms, attention over 192 tokens,
+SiLU) before each product: what the kernels could hide behind is there then too. The result is JSON in
+bench/results/h200-kernels.json. Needs PyTorch with CUDA, Triton and numpy only.
 """
 
 from __future__ import annotations
@@ -14,12 +16,23 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as functional
 
-from manylora.kernels.paged_lora import GROUP_TOKENS, DevicePlan, Tuning, add_lora, sums_numel, tile_tokens
+from manylora.kernels.paged_lora import (
+    GROUP_TOKENS,
+    MANY_TOKENS,
+    DevicePlan,
+    Tuning,
+    add_lora,
+    sums_numel,
+    tile_tokens,
+)
 from manylora.kernels.pages import ROWS, Layout, Module
 from manylora.kernels.pool import AdapterPool
 from manylora.kernels.step_plan import ITEM_FIELDS, capacity, plan_step
@@ -44,6 +57,9 @@ CASES = {
     "256 × 32": [token % 32 for token in range(256)],
     "8 prompts of 1024 × 8": [token // 1024 for token in range(8192)],
 }
+CONTEXT = 192
+"""Tokens that attention reads, for each token of a decode step."""
+
 WEIGHTS = 4
 """Base weights of each kind that the layers take in turn: more than the cache holds."""
 
@@ -97,37 +113,89 @@ def graph_ms(step: Callable[[], None]) -> float:
     return statistics.median(times[3:])
 
 
+def layer_parts(tokens: int) -> dict[str, Callable[[], object]]:
+    """What a decoding layer computes before each of its products."""
+    new = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    residual, added, gate_up = new(tokens, 4096), new(tokens, 4096), new(tokens, 2 * 14336)
+    query, keys, values = new(tokens, 32, 1, 128), new(tokens, 8, CONTEXT, 128), new(tokens, 8, CONTEXT, 128)
+
+    def norm() -> object:
+        torch.add(residual, residual, out=added)
+        return functional.rms_norm(added, (4096,), residual[0])
+
+    return {
+        "qkv": norm,
+        "o": lambda: functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True),
+        "gate_up": norm,
+        "down": lambda: functional.silu(gate_up[:, :14336]) * gate_up[:, 14336:],
+    }
+
+
+class Step:
+    """One case's step, over a pool and base weights that all cases share."""
+
+    def __init__(self, case: str, world: World, tuning: Tuning) -> None:
+        tokens = len(CASES[case])
+        self._world, self._tuning = world, tuning
+        self._plan = device_plan(CASES[case], world.tables, world.blocks)
+        self._sums = torch.empty(sums_numel(world.pool, tokens, MAX_RANK, tuning), device="cuda")
+        new = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        self._x = {k: new(tokens, k) for _, k, _ in SHAPES}
+        self._y = {name: new(tokens, sum(widths)) for name, _, widths in SHAPES}
+        self._parts = layer_parts(tokens) if tokens <= MANY_TOKENS else {}
+
+    def run(self, lora: bool, whole_layer: bool) -> None:
+        for layer in range(LAYERS):
+            for nth, (name, k, _) in enumerate(SHAPES):
+                if whole_layer:
+                    self._parts[name]()
+                torch.mm(self._x[k], self._world.weights[name][layer % WEIGHTS], out=self._y[name])
+                if lora:
+                    number = layer * len(SHAPES) + nth
+                    add_lora(
+                        self._y[name], self._x[k], number, self._world.pool, self._plan, self._sums, MAX_RANK,
+                        self._tuning,
+                    )  # fmt: skip
+
+    def added(self, whole_layer: bool) -> tuple[float, float]:
+        """Milliseconds of a step without LoRA, and what LoRA adds."""
+        base = graph_ms(lambda: self.run(False, whole_layer))
+        return round(base, 3), round(graph_ms(lambda: self.run(True, whole_layer)) - base, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A pool of 32 adapters, and base weights."""
+
+    pool: AdapterPool
+    tables: np.ndarray
+    blocks: np.ndarray
+    weights: dict[str, list[torch.Tensor]]
+
+    @classmethod
+    def new(cls, ranks: list[int]) -> World:
+        weights = {
+            name: [
+                torch.empty(k, sum(widths), device="cuda", dtype=torch.bfloat16).normal_(0, 0.02)
+                for _ in range(WEIGHTS)
+            ]
+            for name, k, widths in SHAPES
+        }
+        return cls(*filled_pool(ranks), weights)
+
+
 def measure(tuning: Tuning, cases: Sequence[str] = tuple(CASES)) -> list[dict[str, object]]:
     ranks = [RANKS[number % len(RANKS)] for number in range(ADAPTERS)]
-    pool, tables, blocks = filled_pool(ranks)
-    weights = {
-        name: [
-            torch.empty(k, sum(widths), device="cuda", dtype=torch.bfloat16).normal_(0, 0.02) for _ in range(WEIGHTS)
-        ]
-        for name, k, widths in SHAPES
-    }
+    world = World.new(ranks)
     rows: list[dict[str, object]] = []
     for case in cases:
-        of_token = CASES[case]
-        tokens = len(of_token)
-        plan = device_plan(of_token, tables, blocks)
-        sums = torch.empty(sums_numel(pool, tokens, MAX_RANK, tuning), device="cuda")
-        x = {k: torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16) for _, k, _ in SHAPES}
-        y = {name: torch.zeros(tokens, sum(widths), device="cuda", dtype=torch.bfloat16) for name, _, widths in SHAPES}
-
-        def step(lora: bool) -> None:
-            for layer in range(LAYERS):
-                for nth, (name, k, _) in enumerate(SHAPES):
-                    torch.mm(x[k], weights[name][layer % WEIGHTS], out=y[name])  # noqa: B023 - called in this turn only
-                    if lora:
-                        number = layer * len(SHAPES) + nth
-                        add_lora(y[name], x[k], number, pool, plan, sums, MAX_RANK, tuning)  # noqa: B023
-
-        base = graph_ms(lambda: step(lora=False))
-        both = graph_ms(lambda: step(lora=True))
-        used = sorted({ranks[adapter] for adapter in of_token})
-        row: dict[str, object] = {"streams × adapters": case, "lora_ranks": used}
-        row |= {"base_ms": round(base, 3), "added_ms": round(both - base, 3)}
+        step = Step(case, world, tuning)
+        base, added = step.added(whole_layer=False)
+        used = sorted({ranks[adapter] for adapter in CASES[case]})
+        row: dict[str, object] = {"streams × adapters": case, "lora_ranks": used, "base_ms": base, "added_ms": added}
+        if len(CASES[case]) <= MANY_TOKENS:
+            base, added = step.added(whole_layer=True)
+            row |= {"whole_layer_base_ms": base, "whole_layer_added_ms": added}
         rows.append(row)
         print(row, flush=True)
     return rows
