@@ -34,8 +34,8 @@ MODULES = (
 )
 TUNING = Tuning(
     shrink_programs=7, shrink_width=32, shrink_step=32, shrink_stages=1, expand_programs=5, expand_tile=32,
-    rank_tile=16, tile_shrink_programs=3, tile_shrink_step=32, tile_shrink_stages=1, tile_expand_programs=5,
-    tile_expand_span=32, tile_ranks=32, dependent_launch=PDL,
+    few_tile=16, rank_tile=16, tile_shrink_programs=3, tile_shrink_step=32, tile_shrink_stages=1,
+    tile_expand_programs=5, tile_expand_reach=64, tile_expand_span=32, dependent_launch=PDL,
 )  # fmt: skip
 MAX_RANK = 48
 # The interpreter computes with numpy, which has no products in bfloat16.
@@ -94,7 +94,12 @@ def device_plan(of_token: list[int], placed: list[Placed], spare: int = 3) -> De
 
 
 def run(
-    adapters: list[Adapter], of_token: list[int], dtype: torch.dtype, columns: int, pool: AdapterPool | None = None
+    adapters: list[Adapter],
+    of_token: list[int],
+    dtype: torch.dtype,
+    columns: int,
+    pool: AdapterPool | None = None,
+    max_rank: int = MAX_RANK,
 ) -> float:
     """Every module once; the largest error, relative to the largest change."""
     pool = pool or AdapterPool(Layout.of(MODULES, columns), 1 << 22, dtype, DEVICE)
@@ -106,9 +111,9 @@ def run(
         x = torch.randn(len(of_token), module.in_features, generator=generator).to(dtype)
         y = torch.randn(len(of_token), sum(module.widths), generator=generator).to(dtype)
         expected = reference(y, x, number, adapters, of_token)
-        sums = torch.full((sums_numel(pool, len(of_token), MAX_RANK, TUNING),), float("nan"), device=DEVICE)
+        sums = torch.full((sums_numel(pool, len(of_token), max_rank, TUNING),), float("nan"), device=DEVICE)
         got = y.to(DEVICE, copy=True)
-        add_lora(got, x.to(DEVICE), number, pool, plan, sums, MAX_RANK, TUNING)
+        add_lora(got, x.to(DEVICE), number, pool, plan, sums, max_rank, TUNING)
         base = [token for token, adapter in enumerate(of_token) if adapter < 0]
         assert torch.equal(got.cpu()[base], y[base])
         change = (expected - y.double()).abs().max().item()
@@ -150,6 +155,14 @@ def test_prompts_beside_single_tokens_equal_the_reference(dtype: torch.dtype) ->
     of_token = [2] * 67 + [-1] + [0] * 3 + [2] * 9 + [3] * 17 + [1]
     error = run(adapters, of_token, dtype, columns=64)
     assert error <= (1e-5 if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("of_token", [[0, 1, 1, 0], [0] * 18 + [1] * 17 + [2]], ids=["groups", "tiles"])
+def test_ranks_to_512(of_token: list[int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    adapters = [random_adapter(generator, ranks, torch.float32) for ranks in ([512], [0, 65, 100], [1])]
+    assert run(adapters, of_token, torch.float32, columns=64, max_rank=512) <= 1e-5
 
 
 @pytest.mark.parametrize("columns", [32, 128])

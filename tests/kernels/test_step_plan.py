@@ -31,6 +31,7 @@ def test_every_token_is_in_one_group_of_its_adapter(of_token: list[int], group_t
         len(plan.groups),
         len(plan.tiles),
         np.count_nonzero(plan.items[:, 4] == 1),
+        np.count_nonzero(plan.groups[:, 3] == 1),
     ]
     for groups in (plan.groups[plan.groups[:, 3] == 1], plan.groups[plan.groups[:, 3] > 1]):
         blocks_of = groups[:, 1].tolist()

@@ -24,7 +24,7 @@ from manylora.kernels.paged_lora import (
     sums_numel,
     tile_tokens,
 )
-from manylora.kernels.step_plan import GROUP_FIELDS, ITEM_FIELDS, StepPlan, capacity, plan_step
+from manylora.kernels.step_plan import COUNTS, GROUP_FIELDS, ITEM_FIELDS, StepPlan, capacity, plan_step
 from manylora.kernels.stores import PagedStore
 
 MAX_ADAPTERS = 1024
@@ -41,7 +41,7 @@ class PlanBuffers:
         self._groups = torch.zeros(groups, GROUP_FIELDS, dtype=torch.int32, device=device)
         self._items = torch.zeros(items, ITEM_FIELDS, dtype=torch.int32, device=device)
         self._tiles = torch.zeros(tokens // GROUP_TOKENS, GROUP_FIELDS, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(4, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(COUNTS, dtype=torch.int32, device=device)
 
     def fill(self, plan: StepPlan) -> None:
         """Copy a plan in, on the current stream."""

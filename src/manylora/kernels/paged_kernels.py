@@ -167,7 +167,7 @@ def _hidden_many(
     rank = first_rank + tl.arange(0, ranks)
     there = live[:, None] & (rank // 8 < blocks)[None, :]
     hidden = tl.zeros([height, ranks], tl.float32)
-    for part in tl.static_range(parts):
+    for part in tl.range(0, parts, loop_unroll_factor=4, num_stages=1):
         hidden += tl.load(sums[:, None] + part * stride + rank[None, :], mask=there, other=0.0)
     return hidden
 
@@ -208,61 +208,82 @@ def _expand_many(
     tl.store(out, (before + change).to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def tile_place(
+    nth, width_0: tl.constexpr, width_1: tl.constexpr, width_2: tl.constexpr, columns: tl.constexpr, tile: tl.constexpr
+):
+    """The slice of a module's `nth` tile, where it begins in the slice, the slice's first column and its width, the
+    pages of the slices before it and its own."""
+    tiles_0: tl.constexpr = (width_0 + tile - 1) // tile
+    tiles_1: tl.constexpr = (width_1 + tile - 1) // tile
+    pages_0: tl.constexpr = (width_0 + columns - 1) // columns
+    pages_1: tl.constexpr = (width_1 + columns - 1) // columns
+    pages_2: tl.constexpr = (width_2 + columns - 1) // columns
+    slice_ = tl.where(nth >= tiles_0, 1, 0) + tl.where(nth >= tiles_0 + tiles_1, 1, 0)
+    tiles_before = tl.where(slice_ == 0, 0, tl.where(slice_ == 1, tiles_0, tiles_0 + tiles_1))
+    width_before = tl.where(slice_ == 0, 0, tl.where(slice_ == 1, width_0, width_0 + width_1))
+    pages_before = tl.where(slice_ == 0, 0, tl.where(slice_ == 1, pages_0, pages_0 + pages_1))
+    out_pages = tl.where(slice_ == 0, pages_0, tl.where(slice_ == 1, pages_1, pages_2))
+    width = tl.where(slice_ == 0, width_0, tl.where(slice_ == 1, width_1, width_2))
+    return slice_, (nth - tiles_before) * tile, width_before, width, pages_before, out_pages
+
+
 @triton.jit(do_not_specialize=["place", "tokens"])
 def expand(
     y, y_stride, order, counts, groups, table, pages, sums, place, tokens,
     in_pages: tl.constexpr, parts: tl.constexpr, pages_of_x: tl.constexpr, slices: tl.constexpr,
     width_0: tl.constexpr, width_1: tl.constexpr, width_2: tl.constexpr,
     columns: tl.constexpr, max_rank: tl.constexpr, group_tokens: tl.constexpr,
-    tile: tl.constexpr, ranks: tl.constexpr, dependent: tl.constexpr,
+    tile: tl.constexpr, many_tile: tl.constexpr, ranks: tl.constexpr, dependent: tl.constexpr,
 ):  # fmt: skip
     """y[token, column] += Σ over rank of (Σ over `parts` of sums)[token, slice, rank] · B[rank, column].
 
-    Groups of one token have `pages_of_x` parts, as many apart as there are parts in a page.
+    Groups of one token, which come first, have `pages_of_x` parts, as many apart as there are parts in a page.
     """
     if dependent:
         gdc_launch_dependents()
-    tiles_0: tl.constexpr = (width_0 + tile - 1) // tile
-    tiles_1: tl.constexpr = (width_1 + tile - 1) // tile
-    tiles: tl.constexpr = tiles_0 + tiles_1 + (width_2 + tile - 1) // tile
-    pages_0: tl.constexpr = (width_0 + columns - 1) // columns
-    pages_1: tl.constexpr = (width_1 + columns - 1) // columns
-    pages_2: tl.constexpr = (width_2 + columns - 1) // columns
     stride = tokens * slices * max_rank
     nth = tl.arange(0, group_tokens)
-    total = tl.load(counts + 1) * tiles
-    for work in range(tl.program_id(0), total, tl.num_programs(0)):
+    singles = tl.load(counts + 4)
+    tiles: tl.constexpr = (width_0 + tile - 1) // tile + (width_1 + tile - 1) // tile + (width_2 + tile - 1) // tile
+    for work in range(tl.program_id(0), singles * tiles, tl.num_programs(0)):
         group = groups + (work // tiles) * 4
-        nth_tile = work % tiles
-        slice_ = (nth_tile >= tiles_0).to(tl.int32) + (nth_tile >= tiles_0 + tiles_1).to(tl.int32)
-        tiles_before = tl.where(slice_ == 0, 0, tl.where(slice_ == 1, tiles_0, tiles_0 + tiles_1))
-        width_before = tl.where(slice_ == 0, 0, tl.where(slice_ == 1, width_0, width_0 + width_1))
-        pages_before = tl.where(slice_ == 0, 0, tl.where(slice_ == 1, pages_0, pages_0 + pages_1))
-        out_pages = tl.where(slice_ == 0, pages_0, tl.where(slice_ == 1, pages_1, pages_2))
-        width = tl.where(slice_ == 0, width_0, tl.where(slice_ == 1, width_1, width_2))
-        start = (nth_tile - tiles_before) * tile
+        slice_, start, width_before, width, pages_before, out_pages = tile_place(
+            work % tiles, width_0, width_1, width_2, columns, tile
+        )
+        blocks = tl.load(group + 1)
+        entry = table + tl.load(group) + blocks * (place + slices * in_pages + pages_before) + start // columns
         column = start % columns + tl.arange(0, tile)
         inside = start + tl.arange(0, tile) < width
-        y_column = width_before + start + tl.arange(0, tile)
+        weights = _block_weights(entry, pages, out_pages, blocks, 0, column, inside, columns, ranks)
+        one = tl.load(order + tl.load(group + 2))
+        out = y + one.to(tl.int64) * y_stride + width_before + start + tl.arange(0, tile)
+        hidden = sums + (one * slices + slice_) * max_rank
+        _expand_one(
+            out, inside, hidden, stride * (parts // pages_of_x), weights, entry, pages, out_pages, blocks, column,
+            columns, pages_of_x, ranks, dependent,
+        )  # fmt: skip
+    many_tiles: tl.constexpr = (
+        (width_0 + many_tile - 1) // many_tile
+        + (width_1 + many_tile - 1) // many_tile
+        + (width_2 + many_tile - 1) // many_tile
+    )
+    for work in range(tl.program_id(0), (tl.load(counts + 1) - singles) * many_tiles, tl.num_programs(0)):
+        group = groups + (singles + work // many_tiles) * 4
+        slice_, start, width_before, width, pages_before, out_pages = tile_place(
+            work % many_tiles, width_0, width_1, width_2, columns, many_tile
+        )
         blocks = tl.load(group + 1)
         first = tl.load(group + 2)
-        count = tl.load(group + 3)
+        live = nth < tl.load(group + 3)
         entry = table + tl.load(group) + blocks * (place + slices * in_pages + pages_before) + start // columns
+        column = start % columns + tl.arange(0, many_tile)
+        inside = start + tl.arange(0, many_tile) < width
         weights = _block_weights(entry, pages, out_pages, blocks, 0, column, inside, columns, ranks)
-        if count == 1:
-            one = tl.load(order + first)
-            out = y + one.to(tl.int64) * y_stride + y_column
-            hidden = sums + (one * slices + slice_) * max_rank
-            _expand_one(
-                out, inside, hidden, stride * (parts // pages_of_x), weights, entry, pages, out_pages, blocks, column,
-                columns, pages_of_x, ranks, dependent,
-            )  # fmt: skip
-        else:
-            live = nth < count
-            many = tl.load(order + first + nth, mask=live, other=0)
-            outs = y + many.to(tl.int64)[:, None] * y_stride + y_column[None, :]
-            hiddens = sums + (many * slices + slice_) * max_rank
-            _expand_many(
-                outs, live, inside, hiddens, stride, weights, entry, pages, out_pages, blocks, column,
-                columns, parts, group_tokens, ranks, dependent,
-            )  # fmt: skip
+        many = tl.load(order + first + nth, mask=live, other=0)
+        outs = y + many.to(tl.int64)[:, None] * y_stride + (width_before + start + tl.arange(0, many_tile))[None, :]
+        hiddens = sums + (many * slices + slice_) * max_rank
+        _expand_many(
+            outs, live, inside, hiddens, stride, weights, entry, pages, out_pages, blocks, column,
+            columns, parts, group_tokens, ranks, dependent,
+        )  # fmt: skip

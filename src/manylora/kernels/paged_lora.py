@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from manylora.kernels.paged_kernels import expand, gather, shrink
 from manylora.kernels.pages import ROWS, Module, Place
@@ -52,19 +51,23 @@ class Tuning:
     """Columns of x that several tokens take at a time in a step of at most `few_tokens`; else a whole page."""
     few_tokens: int = 64
     shrink_step: int = 512
-    shrink_stages: int = 4
+    shrink_stages: int = 3
     expand_programs: int = 2112
     expand_warps: int = 1
     expand_tile: int = 128
+    few_tile: int = 64
+    """Columns that groups of several tokens take at a time in a step of at most `few_tokens`; else `expand_tile`."""
     rank_tile: int = 16
     tile_shrink_programs: int = 264
     tile_shrink_warps: int = 4
+    tile_shrink_rows: int = 64
     tile_shrink_step: int = 128
     tile_shrink_stages: int = 3
     tile_expand_programs: int = 1056
     tile_expand_warps: int = 4
+    tile_expand_reach: int = 512
     tile_expand_span: int = 64
-    tile_ranks: int = 32
+    tile_expand_stages: int = 4
     dependent_launch: bool = True
 
 
@@ -137,12 +140,12 @@ def _add_tiles(
 ) -> None:
     """The same for the tiles of `plan`."""
     slices, columns = len(module.widths), pool.layout.columns
-    ranks = _tile_ranks(padded, tuning)
     shrinks = min(tuning.tile_shrink_programs, plan.tiles.shape[0] * slices)
     shrink_tiles[(shrinks,)](
-        x, x.stride(0), plan.order, plan.counts, plan.tiles, pool.table, pool.pages, sums, place.first,
+        x, x.stride(0), plan.order, plan.counts, plan.tiles, pool.table, pool.pages, _rounded(sums, pool), place.first,
         module.in_features, place.in_pages, slices, columns, padded, TILE_TOKENS,
-        min(tuning.tile_shrink_step, columns), ranks, tuning.tile_shrink_stages, num_warps=tuning.tile_shrink_warps,
+        min(tuning.tile_shrink_step, columns), tuning.tile_shrink_rows, tuning.tile_shrink_stages,
+        num_warps=tuning.tile_shrink_warps,
     )  # fmt: skip
     _expand_tiles(y, module, place, pool, plan, sums, padded, tuning)
 
@@ -158,19 +161,20 @@ def _expand_tiles(
     tuning: Tuning,
 ) -> None:
     columns = pool.layout.columns
-    span = min(tuning.tile_expand_span, columns)
-    expands = min(tuning.tile_expand_programs, plan.tiles.shape[0] * _tiles(module, span, columns))
+    span, reach = min(tuning.tile_expand_span, columns), min(tuning.tile_expand_reach, columns)
+    expands = min(tuning.tile_expand_programs, plan.tiles.shape[0] * _tiles(module, reach, columns))
     widths = (*module.widths, 0, 0)
     expand_tiles[(expands,)](
-        y, y.stride(0), plan.order, plan.counts, plan.tiles, pool.table, pool.pages, sums, place.first,
-        place.in_pages, len(module.widths), *widths[:MAX_SLICES], columns, padded, TILE_TOKENS, span,
-        _tile_ranks(padded, tuning), all(width % span == 0 for width in module.widths),
+        y, y.stride(0), plan.order, plan.counts, plan.tiles, pool.table, pool.pages, _rounded(sums, pool), place.first,
+        place.in_pages, len(module.widths), *widths[:MAX_SLICES], columns, padded, TILE_TOKENS, reach, span,
+        all(width % span == 0 for width in module.widths), tuning.tile_expand_stages,
         num_warps=tuning.tile_expand_warps,
     )  # fmt: skip
 
 
-def _tile_ranks(padded: int, tuning: Tuning) -> int:
-    return int(min(tuning.tile_ranks, max(GROUP_TOKENS, triton.next_power_of_2(padded))))
+def _rounded(sums: torch.Tensor, pool: AdapterPool) -> torch.Tensor:
+    """`sums` for tiles: whole sums, which are multiplied in the weights' precision and so can be kept in it."""
+    return sums.view(pool.pages.dtype)
 
 
 def add_lora_embedding(
@@ -189,13 +193,13 @@ def add_lora_embedding(
     """
     module, place = _find(pool, number)
     tokens, padded = ids.shape[0], padded_rank(max_rank)
-    lists = [(plan.groups, plan.counts[1:], GROUP_TOKENS)]
+    lists = [(plan.groups, plan.counts[1:], sums, GROUP_TOKENS)]
     if tile_tokens(tokens):
-        lists.append((plan.tiles, plan.counts[2:], TILE_TOKENS))
-    for groups, count, height in lists:
+        lists.append((plan.tiles, plan.counts[2:], _rounded(sums, pool), TILE_TOKENS))
+    for groups, count, into, height in lists:
         programs = min(tuning.shrink_programs, groups.shape[0])
         gather[(programs,)](
-            ids, plan.order, count, groups, pool.table, pool.pages, sums, place.first, module.in_features,
+            ids, plan.order, count, groups, pool.table, pool.pages, into, place.first, module.in_features,
             place.in_pages, pool.layout.columns, padded, height, tuning.dependent_launch,
             num_warps=1, **_options(tuning),
         )  # fmt: skip
@@ -227,10 +231,12 @@ def _expand(
     columns = pool.layout.columns
     expands = min(tuning.expand_programs, plan.groups.shape[0] * _tiles(module, tuning.expand_tile, columns))
     widths = (*module.widths, 0, 0)
+    many_tile = tuning.few_tile if tokens <= tuning.few_tokens else tuning.expand_tile
     expand[(expands,)](
         y, y.stride(0), plan.order, plan.counts, plan.groups, pool.table, pool.pages, sums, place.first, tokens,
         place.in_pages, parts, pages_of_x, len(module.widths), *widths[:MAX_SLICES], columns, padded,
-        GROUP_TOKENS, min(tuning.expand_tile, columns), tuning.rank_tile, tuning.dependent_launch,
+        GROUP_TOKENS, min(tuning.expand_tile, columns), min(many_tile, columns), tuning.rank_tile,
+        tuning.dependent_launch,
         num_warps=tuning.expand_warps, **_options(tuning),
     )  # fmt: skip
 

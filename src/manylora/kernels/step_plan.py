@@ -18,6 +18,7 @@ Ints: TypeAlias = Any
 
 GROUP_FIELDS = 4
 ITEM_FIELDS = 8
+COUNTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,7 @@ class StepPlan:
     `order` int32 [tokens]: token rows sorted by adapter; `groups` int32 [capacity, 4]: table, rank blocks, first
     position in `order`, tokens; `items` int32 [capacity, 8]: table, rank blocks, this rank block, first position,
     tokens, 0, 0, 0; `tiles` int32 [capacity, 4]: as `groups`, of adapters with many tokens, which are in no group;
-    `counts` int32 [4]: items, groups, tiles,
-    and items of one token, which come first.
+    `counts` int32 [5]: items, groups, tiles, and items and groups of one token, which come first.
     """
 
     order: Ints
@@ -76,8 +76,8 @@ def plan_step(
     items[:, :2] = groups[of_group, :2]
     items[:, 2] = block
     items[:, 3:5] = groups[of_group, 2:]
-    singles = np.count_nonzero(items[:, 4] == 1)
-    counts = np.array([len(items), len(groups), len(tiles), singles], np.int32)
+    singles = [np.count_nonzero(tokens == 1) for tokens in (items[:, 4], groups[:, 3])]
+    counts = np.array([len(items), len(groups), len(tiles), *singles], np.int32)
     return StepPlan(order, groups, items, tiles, counts)
 
 
