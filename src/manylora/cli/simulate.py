@@ -64,8 +64,7 @@ def simulate(
 ) -> None:
     """Replay a trace of requests under each eviction policy, and tell hits, bytes moved and waits.
 
-    Nothing is served: the very code that decides in the engine is run over two tiers, adapter memory and host RAM,
-    with the disk below.
+    Nothing is served: the policies' own code runs over two tiers, adapter memory and host RAM, with the disk below.
 
     \b
     Examples:

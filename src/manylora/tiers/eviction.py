@@ -119,17 +119,6 @@ class LRU(_Tier):
         return float(self._last[key])
 
 
-@dataclass(frozen=True, slots=True)
-class _Fame:
-    """Uses, each halved every half-life, as of a moment."""
-
-    uses: float = 0.0
-    at_s: float = 0.0
-
-    def at(self, now_s: float, half_life_s: float) -> float:
-        return self.uses * math.exp2((self.at_s - now_s) / half_life_s)
-
-
 class LFU(_Tier):
     """Least frequently used, where old fame fades: a use counts half after each half-life.
 
@@ -139,19 +128,21 @@ class LFU(_Tier):
     def __init__(self, half_life_s: float = HALF_LIFE_S, remembered: int = REMEMBERED) -> None:
         super().__init__()
         self._half_life_s, self._remembered = half_life_s, remembered
-        self._fame: dict[str, _Fame] = {}
+        # log2 of the faded uses, plus the half-lives since 0: all fade alike, so this stays as it is between two uses.
+        self._fame: dict[str, float] = {}
 
     def use(self, key: str, now_s: float) -> None:
-        self._fame[key] = _Fame(self.worth(key, now_s) + 1.0, now_s)
+        half_lives = now_s / self._half_life_s
+        self._fame[key] = half_lives + math.log2(1 + math.exp2(self.worth(key, now_s) - half_lives))
         if len(self._fame) > self._remembered:
-            self._forget(now_s)
+            self._forget()
 
     def worth(self, key: str, now_s: float) -> float:
-        return self._fame.get(key, _Fame()).at(now_s, self._half_life_s)
+        return self._fame.get(key, -math.inf)
 
-    def _forget(self, now_s: float) -> None:
+    def _forget(self) -> None:
         """Forget the least famous half of those that are not here; once in so many uses, so cheap for each."""
-        gone = sorted(self._fame.keys() - self._entries.keys(), key=lambda key: self.worth(key, now_s))
+        gone = sorted(self._fame.keys() - self._entries.keys(), key=self._fame.__getitem__)
         for key in gone[: len(gone) // 2 + 1]:
             del self._fame[key]
 
