@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -280,8 +281,16 @@ class World:
         self.admission.check_invariants()
 
 
+class Whim(LRU):
+    """Changes its mind all the time: the bound must not depend on a policy's good sense."""
+
+    def worth(self, key: str, now_s: float) -> float:
+        return random.Random(f"{key} {now_s}").random()
+
+
+MADE = {**POLICIES, "whim": Whim}
 size_lists = st.lists(st.integers(1, BUDGET), min_size=8, max_size=8)
-every_policy = pytest.mark.parametrize("policy", POLICIES)
+every_policy = pytest.mark.parametrize("policy", MADE)
 
 
 @every_policy
@@ -295,7 +304,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES)
 def test_everybody_is_served_within_the_bound_and_no_load_is_in_vain(
     policy: str, sizes: list[int], visits: list[Visit], patience_s: int, drain_share: float
 ) -> None:
-    world = World(Admission(POLICIES[policy](), BUDGET, patience_s=patience_s, drain_share=drain_share), sizes)
+    world = World(Admission(MADE[policy](), BUDGET, patience_s=patience_s, drain_share=drain_share), sizes)
     world.play(visits)
     assert all(served for _, served in world.evicted), "A evicts B evicts A only with a request served between"
 
@@ -322,7 +331,7 @@ def test_cold_adapters_are_served_while_hot_ones_never_idle(
     traffic = {second: [Visit(0, hot, busy_s, 0) for hot in range(4)] for second in range(120)}
     for second, adapter in cold:
         traffic[second].append(Visit(0, adapter, busy_s, 1))
-    world = World(Admission(POLICIES[policy](), BUDGET, patience_s=patience_s), [3] * 8)
+    world = World(Admission(MADE[policy](), BUDGET, patience_s=patience_s), [3] * 8)
     flat = [
         Visit(int(first and second > 0), visit.adapter, visit.busy_s, visit.load_s)
         for second, several in traffic.items()
