@@ -348,3 +348,22 @@ def test_without_drains_the_cold_one_would_starve() -> None:
     world.play([*hot[:5], Visit(0, 1, 5, 0), *hot[5:]])
     assert [key for key, _ in world.evicted] == ["0"]
     assert world.evicted[0][1] == 100, "after all the hot ones"
+
+
+def test_the_bound_holds_in_many_crowded_worlds() -> None:
+    """Long visits, impatience and changes of mind by the thousand: what it takes to meet a hold that ends too early."""
+    for seed in range(2500):
+        chance = random.Random(seed)
+        traffic = [
+            Visit(
+                gap_s=chance.choice((0, 0, 1, 1, 2)),
+                adapter=chance.randrange(8),
+                busy_s=chance.choice((1, 2, LONGEST, LONGEST)),
+                load_s=chance.choice((0, 0, 1)),
+                gives_up=chance.random() < 0.2,
+            )
+            for _ in range(chance.randint(10, 60))
+        ]
+        policy, patience_s, share = chance.choice((Whim, LRU)), chance.choice((0, 1, 3)), chance.choice((1.0, 0.5, 0.0))
+        admission = Admission(policy(), BUDGET, patience_s=patience_s, drain_share=share)
+        World(admission, [chance.randint(1, BUDGET) for _ in range(8)]).play(traffic)
