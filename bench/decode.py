@@ -3,6 +3,7 @@
     python bench/decode.py adapters ROOT                       # a Llama-3.1-8B shape and adapters of rank 8 to 64
     python bench/decode.py tuned ROOT                          # kernel configs for stock vLLM, tuned by hand
     python bench/decode.py run ROOT --engine stock             # or: stock-tuned, manylora; adds rows to the result
+    python bench/decode.py run ROOT --engine stock --loads     # loads beside running streams too (bench/loads.py)
 
 Weights are random: speed does not depend on their values. The engine runs in this process, so that a step is timed as
 its user feels it: 128 tokens in and 128 out for every stream, adapters of ranks 8, 16, 32, 64 in turn. Rows of engine
@@ -12,6 +13,7 @@ its user feels it: 128 tokens in and 128 out for every stream, adapters of ranks
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,7 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import loads
+
 RESULT = Path(__file__).parent / "results" / "h200-decode.json"
+LOADS_RESULT = RESULT.with_name("h200-loads.json")
+ADAPTER_MEMORY = "22GiB"
+CROWD_BYTES = 11 << 30
+"""What stock vLLM takes for 32 slots of rank 64."""
 HIDDEN, INTERMEDIATE, LAYERS, KV, VOCABULARY = 4096, 14336, 32, 1024, 128256
 RANKS = (8, 16, 32, 64)
 LINEARS = {
@@ -144,11 +152,19 @@ class Bench:
             "max_cpu_loras": max(self.slots, 160),
             "max_lora_rank": max(RANKS),
         }
+        if engine == "manylora":
+            arguments["worker_extension_cls"] = "manylora.engine.worker.AdapterWorker"
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._random = random.Random(0)  # noqa: S311 - any tokens will do
         self._sent = 0
         self.rows: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {}
+        self.has_adapters = False
+
+    @staticmethod
+    def mixed_ranks(count: int) -> list[int]:
+        """Ranks of so many adapters. The first is 16, as in the rows with one adapter."""
+        return [RANKS[(1 + number) % 4] for number in range(count)]
 
     def adapter(self, number: int, rank: int) -> Any:
         from vllm.lora.request import LoRARequest
@@ -198,7 +214,7 @@ class Bench:
             "phase": phase,
             "streams": streams,
             "adapters": adapters,
-            "lora_ranks": sorted({RANKS[(1 + i) % 4] for i in range(adapters)}),
+            "lora_ranks": sorted(set(self.mixed_ranks(adapters))),
             "median_step_ms": round(statistics.median(steps), 3),
             "p99_step_ms": round(statistics.quantiles(steps, n=100)[98], 2) if len(steps) > 1 else None,
             "longest_step_ms": round(max(steps), 1),
@@ -210,8 +226,7 @@ class Bench:
     def run(self, streams: Sequence[int], counts: Sequence[int]) -> None:
         import torch
 
-        # The first is of rank 16, as in the rows with one adapter.
-        mixed = [self.adapter(1 + i, RANKS[(1 + i) % 4]) for i in range(max(counts))]
+        mixed = [self.adapter(1 + i, rank) for i, rank in enumerate(self.mixed_ranks(max(counts)))]
         for _ in range(2):
             for _ in range(32):
                 self.add(None, TOKENS_IN, 16)
@@ -225,7 +240,8 @@ class Bench:
             started = time.perf_counter()
             self.engine.add_lora(adapter)
             torch.cuda.synchronize()
-            loads.setdefault(RANKS[(1 + place) % 4], []).append(1e3 * (time.perf_counter() - started))
+            loads.setdefault(self.mixed_ranks(32)[place], []).append(1e3 * (time.perf_counter() - started))
+        self.has_adapters = True
         self.notes["load_ms"] = {rank: round(statistics.median(times), 1) for rank, times in loads.items()}
         self.notes["free_bytes_before_and_after_32_adapters"] = [free, torch.cuda.mem_get_info()[0]]
         manager = self.engine.model_executor.driver_worker.model_runner.lora_manager
@@ -250,7 +266,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("stock", "stock-tuned", "manylora"), default="manylora")
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--adapters", type=int, nargs="+", default=ADAPTERS)
+    parser.add_argument("--loads", action="store_true", help="measure loads as well")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--loads-output", type=Path, default=LOADS_RESULT)
     args = parser.parse_args(argv)
     if args.command == "adapters":
         make_adapters(args.root)
@@ -274,16 +292,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import manylora
 
-    bench = Bench(args.root, args.engine)
-    bench.run(args.streams, args.adapters)
-    result = json.loads(args.output.read_text()) if args.output.exists() else {"rows": [], "notes": {}}
-    kept = [row for row in result["rows"] if row["beside"] != args.engine]
-    versions = {"gpu": torch.cuda.get_device_name(), "vllm": vllm.__version__, "manylora": manylora.__version__}
-    result = {**versions, "rows": kept + bench.rows, "notes": {**result["notes"], args.engine: bench.notes}}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=2) + "\n")
+    with contextlib.ExitStack() as stack:
+        agent = tier = None
+        if args.engine == "manylora":
+            os.environ["MANYLORA_ENGINE_ADAPTER_MEMORY"] = ADAPTER_MEMORY
+            if args.loads:
+                tier = loads.Tier(args.root)
+                agent = loads.Agent(tier)
+                agent.start()
+                stack.callback(agent.end)
+                os.environ["MANYLORA_ENGINE_AGENT_SOCKET"] = str(agent.socket)
+        bench = Bench(args.root, args.engine)
+        bench.run(args.streams, args.adapters)
+        _write(args.output, args.engine, bench, torch.cuda.get_device_name(), vllm.__version__, manylora.__version__)
+        if args.loads:
+            _write_loads(args.loads_output, bench, tier, agent)
     print("NOTES", json.dumps(bench.notes), flush=True)
     return 0
+
+
+def _write(output: Path, engine: str, bench: Bench, *versions: str) -> None:
+    result = json.loads(output.read_text()) if output.exists() else {"rows": [], "notes": {}}
+    kept = [row for row in result["rows"] if row["beside"] != engine]
+    named = dict(zip(("gpu", "vllm", "manylora"), versions, strict=True))
+    result = {**named, "rows": kept + bench.rows, "notes": {**result["notes"], engine: bench.notes}}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _write_loads(output: Path, bench: Bench, tier: loads.Tier | None, agent: loads.Agent | None) -> None:
+    result = json.loads(output.read_text()) if output.exists() else {"rows": [], "crowd": {}}
+    result["rows"] = [row for row in result["rows"] if row["engine"] != bench.name]
+    if tier is None or agent is None:
+        result["rows"] += loads.stock_loads(bench, RANKS)
+    else:
+        loads.check(bench, tier, agent)
+        result["rows"] += loads.manylora_loads(bench, tier, agent, RANKS)
+        output.write_text(json.dumps(result, indent=2) + "\n")
+        for number in range(1, 1 + max(ADAPTERS)):
+            bench.engine.remove_lora(number)
+        result["crowd"][bench.name] = loads.Crowd(bench, tier, agent, CROWD_BYTES).run()
+        print("CROWD", json.dumps(result["crowd"]), flush=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import contextlib
 import json
 import os
 import platform
+import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from manylora.demo import base_model
 from manylora.demo.client import Answer, Client
 from manylora.demo.run import VLLM_FLAGS
 from manylora.demo.server import Server
+from manylora.peft_config import CONFIG_FILE
 from manylora.registry.base_model import describe
 from manylora.registry.catalog import Catalog
 from manylora.settings import Settings
@@ -52,6 +55,7 @@ KINDS = ("library", "command", "none")
 async def one_round(client: Client, settings: Settings, folder: str, name: str, kind: str) -> dict[str, object]:
     """Push `folder` as `name` beside a stream; the figures of the round."""
     begun = asyncio.Event()
+    fresh = _unseen(ADAPTERS / folder, settings.home / "unseen")
 
     def watch(answer: Answer) -> None:
         if len(answer.chunk_times_s) >= TOKENS_BEFORE:
@@ -64,7 +68,7 @@ async def one_round(client: Client, settings: Settings, folder: str, name: str, 
     await begun.wait()
     pushed_at = time.monotonic()
     if kind != "none":
-        await asyncio.to_thread(_push, settings, ADAPTERS / folder, name, kind == "command")
+        await asyncio.to_thread(_push, settings, fresh, name, kind == "command")
     push_s = time.monotonic() - pushed_at
     asked = await client.ask(name, QUESTION, max_tokens=8)
     answer = await stream
@@ -81,6 +85,15 @@ async def one_round(client: Client, settings: Settings, folder: str, name: str, 
         "largest_gap_ms": round(1000 * largest_s, 1),
         "gap_ratio": round(largest_s / median_s, 2),
     }
+
+
+def _unseen(folder: Path, copy: Path) -> Path:
+    """A copy of an adapter that no tier has seen: its dropout, which serving ignores, is another each time."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / CONFIG_FILE).read_text())
+    (copy / CONFIG_FILE).write_text(json.dumps({**config, "lora_dropout": random.random() / 10}))  # noqa: S311
+    return copy
 
 
 def _push(settings: Settings, folder: Path, name: str, by_cli: bool) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from manylora.agent.metrics import AgentMetrics
 from manylora.engine.metrics import EngineMetrics
 from manylora.gateway.metrics import GatewayMetrics
 
@@ -19,6 +22,8 @@ _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 def families() -> set[str]:
     registry = CollectorRegistry()
     EngineMetrics(registry)
+    tier: Any = SimpleNamespace(size_bytes=1, used_bytes=0, budget_bytes=1, evictions=0)
+    AgentMetrics(registry).watch(SimpleNamespace(arena=tier, blocks=list, evictions=0), tier)
     return {family.name for source in (registry, GatewayMetrics().registry) for family in source.collect()}
 
 

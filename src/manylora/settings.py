@@ -7,6 +7,7 @@ flags override a field with `dataclasses.replace`. The engine's own processes re
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,40 @@ MIB = 1024 * KIB
 
 DEFAULT_ADAPTER_MEMORY = "12%"
 """A share of the device's memory: about a hundred adapters of rank 32 for a model of 8 billion parameters on 141 GB."""
+
+
+DEFAULT_HOST_MEMORY = "10%"
+"""A share of the machine's memory, for packed adapters that the node's agent keeps ready."""
+
+DEFAULT_DISK_BUDGET = "100GiB"
+
+_UNITS = {"": 1, "KiB": KIB, "MiB": MIB, "GiB": 1024 * MIB}
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySize:
+    """A number of bytes, or a share of some memory: a device's or a machine's."""
+
+    bytes_: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str, what: str = "adapter memory") -> MemorySize:
+        """Read ``12%``, ``8GiB``, ``512MiB`` or a plain number of bytes; raise `InvalidSettings` for anything else."""
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|KiB|MiB|GiB|)\s*", text)
+        if found is not None:
+            number, unit = float(found[1]), found[2]
+            if unit == "%" and 0 < number <= 90:
+                return cls(share=number / 100)
+            if unit != "%" and int(number * _UNITS[unit]) > 0:
+                return cls(bytes_=int(number * _UNITS[unit]))
+        raise InvalidSettings(
+            f"{what} of {text!r} cannot be used", "give a share up to 90%, or a size such as 8GiB or 512MiB"
+        )
+
+    def of(self, total_bytes: int) -> int:
+        """Bytes of a memory that has `total_bytes`."""
+        return self.bytes_ if self.bytes_ is not None else int((self.share or 0.0) * total_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +76,10 @@ class Settings:
     """Largest request body that the gateway reads."""
     adapter_memory: str
     """Memory for adapters where they are computed with: a share of the device's such as 12%, or a size such as 8GiB."""
+    host_memory: str
+    """Host memory in which the agent keeps packed adapters ready: a share of the machine's, or a size."""
+    disk_budget: str
+    """How much of the disk adapters may take, their packed forms included: a share of it, or a size."""
     max_adapter_bytes: int
     """Largest adapter file that may be published."""
     adapter_roots: tuple[Path, ...]
@@ -64,6 +103,8 @@ class Settings:
             port=read.integer("port", 8000, 0, 65535),
             max_body_bytes=read.integer("max_body_bytes", 8 * MIB, KIB, 1024 * MIB),
             adapter_memory=read.text("adapter_memory", DEFAULT_ADAPTER_MEMORY),
+            host_memory=read.text("host_memory", DEFAULT_HOST_MEMORY),
+            disk_budget=read.text("disk_budget", DEFAULT_DISK_BUDGET),
             max_adapter_bytes=read.integer("max_adapter_bytes", 4096 * MIB, KIB, 1024 * 1024 * MIB),
             adapter_roots=read.paths("adapter_roots"),
             upstream_timeout_s=read.seconds("upstream_timeout_s", 600.0),

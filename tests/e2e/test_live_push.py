@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
-from typing import Self
 
 import httpx
 import openai
 import pytest
-from harness import processes, recipes, watch_stream
+from harness import processes, recipes
 from harness.asking import Question, ask_right, async_client, question, request_fields
 from harness.stack import TENANT, Stack, cli_argv
+from harness.token_watch import TokenWatch, stream_body
 from harness.zoo import BASE, Zoo
 
 LARGEST_BYTES = 2 * 1024 * 1024
@@ -109,14 +107,18 @@ def _quietest_share() -> float:
 
 
 async def _one_round(stack: Stack, zoo: Zoo, push: Push, recipe: str, asked: Question) -> Figures:
-    async with async_client(stack) as client, _company(client, stack, zoo), TokenWatch(stack, zoo) as stream:
+    async with (
+        async_client(stack) as client,
+        _company(client, stack, zoo),
+        TokenWatch(stack, [stream_body(question(BASE, zoo.group("short")[1]), STREAM_TOKENS)]) as stream,
+    ):
         await stream.more(PACE_TOKENS)
         began = time.monotonic()
         await push(stack, zoo, recipe)
         pushed = time.monotonic()
         answer = await ask_right(client, asked)
         await stream.more(PACE_TOKENS)
-        gaps = [(at, at - previous) for previous, at in itertools.pairwise(stream.arrivals)]
+        gaps = [(at, at - previous) for previous, at in itertools.pairwise(stream.arrivals[0])]
     return Figures(
         push_to_first_token_s=round(answer.arrivals[0] - began, 3),
         push_s=round(pushed - began, 3),
@@ -142,43 +144,6 @@ async def _company(client: openai.AsyncOpenAI, stack: Stack, zoo: Zoo) -> AsyncI
         for task in tasks:
             assert not task.done(), "the company left before the push was done"
             task.cancel()
-
-
-class TokenWatch:
-    """A long stream of the base model, read by a process that does nothing else, so that gaps are the server's."""
-
-    def __init__(self, stack: Stack, zoo: Zoo) -> None:
-        self.arrivals: list[float] = []
-        fields = {**request_fields(question(BASE, zoo.group("short")[1], stream=True)), "max_tokens": STREAM_TOKENS}
-        self._order = {"port": stack.port, "key": stack.key, "body": {**fields, "ignore_eos": True}}
-
-    async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, watch_stream.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(self._order).encode())
-        self._process.stdin.write_eof()
-        self._reading = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._reading
-        await self._process.wait()
-
-    async def more(self, tokens: int) -> None:
-        """Wait until `tokens` more have come."""
-        target = len(self.arrivals) + tokens
-        while len(self.arrivals) < target:
-            assert not self._reading.done(), f"the stream ended after {len(self.arrivals)} tokens"
-            await asyncio.sleep(0.02)
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            self.arrivals.append(float(line))
 
 
 def test_the_largest_adapter_is_worth_the_name(zoo: Zoo) -> None:

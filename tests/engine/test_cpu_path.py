@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from manylora.engine import lora_ops  # noqa: E402
+from manylora.kernels.exact import pack_exact  # noqa: E402
 from manylora.kernels.packing import Factors  # noqa: E402
 from manylora.kernels.pages import Module  # noqa: E402
 from manylora.kernels.stores import ExactStore  # noqa: E402
@@ -42,7 +43,7 @@ class World:
         torch.manual_seed(0)
         self.store, self.weights = ExactStore(MODULES, 1 << 20), {5: weights(), 9: weights()}
         for lora_id, each in self.weights.items():
-            self.store.place(lora_id, self.store.pack(each))
+            self.store.place(lora_id, pack_exact(self.store.modules, each))
         self.wrapper = GroupedWrapper(16, 4, torch.device("cpu"), lora_config=None)
         self.wrapper.attach(self.store)
 

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry
 from manylora.engine.http import AdapterDoor, Message, Receive, Scope, Send
 from manylora.engine.metrics import EngineMetrics
 from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, Loaded, Residency, Resident
-from manylora.engine.settings import AdapterMemorySize, EngineSettings
+from manylora.engine.settings import EngineSettings
+from manylora.settings import MemorySize
 
 DIGEST = "3f9c2a1b0d4e5f60" + "0" * 48
 NAME = "acme/support@v7-3f9c2a1b0d4e5f60"
@@ -49,6 +50,9 @@ class FakeAccount:
     def residents(self) -> list[Resident]:
         return self.resident
 
+    def waiting(self) -> int:
+        return 6
+
     async def evict(self, name: str) -> int | None:
         return self.evictable.pop(name, None)
 
@@ -58,6 +62,10 @@ class FakeWorkers:
 
     def __init__(self) -> None:
         self.adapters: list[int] = []
+        self.connected = 0
+
+    async def connect(self) -> None:
+        self.connected += 1
 
     async def residency(self) -> dict[str, Any]:
         return {"adapters": self.adapters, "budget_bytes": 1000, "used_bytes": 300, "in_step_loads": 5}
@@ -70,7 +78,7 @@ class World:
         self.account = FakeAccount()
         self.reached: list[tuple[str, bytes, tuple[str, ...]]] = []
         self.registry = CollectorRegistry()
-        settings = EngineSettings(tier, AdapterMemorySize(bytes_=1000), 1, 1, allow_untested_vllm=False)
+        settings = EngineSettings(tier, None, None, MemorySize(bytes_=1000), 1, 1, allow_untested_vllm=False)
         self.workers = FakeWorkers()
         connected: Any = (self.account, self.workers)
         self.door = AdapterDoor(
@@ -176,14 +184,15 @@ def resident(lora_id: int, loaded: Loaded | None, in_flight: int = 0) -> Residen
 
 async def test_residency_says_what_is_where_and_what_it_takes(world: World) -> None:
     world.account.resident = [
-        resident(1, Loaded(200, 0.1), in_flight=2),
+        resident(1, Loaded(200, 0.1, "host"), in_flight=2),
         resident(2, None, 1),
-        resident(3, Loaded(9, 1)),
+        resident(3, Loaded(9, 1, "host")),
     ]
     world.workers.adapters = [1, 2]
     status, answer = await world.ask("GET", "/manylora/v1/residency")
     assert status == 200
     assert answer["budget"] == {"adapters": 4, "bytes": 1000, "used_bytes": 300}
+    assert answer["waiting"] == 6
     assert answer["adapters"][0] == {
         "engine_name": "acme/a@v1-3f9c2a1b0d4e5f60",
         "digest": DIGEST,
@@ -204,6 +213,8 @@ async def test_metrics_are_refreshed_on_the_way(world: World) -> None:
     assert value("manylora:adapters", {"tier": "device"}) == 2
     assert value("manylora:adapter_bytes", {"tier": "device"}) == 300
     assert value("manylora:adapter_in_step_loads") == 5
+    assert value("manylora:adapter_budget_bytes", {"tier": "device"}) == 1000
+    assert value("manylora:adapter_waiting") == 6
 
 
 async def test_caller_that_leaves_while_sending_reaches_nobody(world: World) -> None:
@@ -221,5 +232,12 @@ async def test_caller_that_leaves_while_sending_reaches_nobody(world: World) -> 
 
 def test_account_fits_the_door() -> None:
     """The fake above stands for `Residency`: what the door calls on it must exist there."""
-    for name in ("lease", "residents", "evict", "places"):
+    for name in ("lease", "residents", "evict", "places", "waiting"):
         assert hasattr(Residency, name)
+
+
+async def test_the_workers_are_met_with_the_first_request_whatever_it_is(world: World) -> None:
+    await world.ask("GET", "/health")
+    await world.ask("GET", "/health")
+    await asyncio.sleep(0)
+    assert world.workers.connected == 1

@@ -9,9 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manylora.errors import Unavailable  # noqa: E402
+from manylora.kernels.extents import Extents  # noqa: E402
 from manylora.kernels.packing import Factors, pack  # noqa: E402
 from manylora.kernels.pages import ZERO_PAGE, Layout, Module  # noqa: E402
-from manylora.kernels.pool import AdapterPool, Extents, Placed, PoolFull  # noqa: E402
+from manylora.kernels.pool import AdapterPool, Placed, PoolFull  # noqa: E402
 
 MODULES = (Module("qkv", 256, (256, 64, 64)), Module("down", 704, (256,)))
 Adapter = dict[int, list[Factors | None]]

@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from manylora.errors import InvalidAdapter, Unavailable  # noqa: E402
-from manylora.kernels.packing import Factors  # noqa: E402
+from manylora.kernels.exact import pack_exact  # noqa: E402
+from manylora.kernels.packing import Factors, pack  # noqa: E402
 from manylora.kernels.pages import Module  # noqa: E402
 from manylora.kernels.pool import PoolFull  # noqa: E402
 from manylora.kernels.stores import AdapterStore, ExactStore, PagedStore  # noqa: E402
@@ -43,6 +44,13 @@ def weights(lora_rank: int, *numbers: int) -> Weights:
     }
 
 
+def packed_for(store: Any, factors: Weights) -> Any:
+    """In the form that a store takes."""
+    if isinstance(store, PagedStore):
+        return pack(store.pool.layout, factors, store.pool.pages.dtype)
+    return pack_exact(store.modules, factors)
+
+
 def state(store: Any) -> tuple[object, ...]:
     """All that a refused `place` must leave as it was."""
     if isinstance(store, ExactStore):
@@ -62,7 +70,7 @@ def state(store: Any) -> tuple[object, ...]:
 def test_an_adapter_comes_and_goes(make: Make) -> None:
     store = make(1 << 20)
     assert (store.version, store.used_bytes) == (0, 0)
-    packed = store.pack(weights(8))
+    packed = packed_for(store, weights(8))
     assert (store.version, store.used_bytes) == (0, 0)
     store.place(7, packed)
     assert (store.version, store.used_bytes) == (1, packed.nbytes)
@@ -81,7 +89,7 @@ def test_what_is_not_there_frees_nothing(make: Make) -> None:
 def test_the_budget_is_kept_to(make: Make) -> None:
     store = make(1 << 20)
     assert (1 << 20) - (1 << 16) < store.budget_bytes <= 1 << 20
-    packed = store.pack(weights(8))
+    packed = packed_for(store, weights(8))
     placed = 0
     while True:
         before = state(store)
@@ -101,7 +109,7 @@ def test_the_budget_is_kept_to(make: Make) -> None:
 def test_what_can_never_fit_is_refused_with_a_hint(make: Make) -> None:
     store = make(200_000)
     before = state(store)
-    packed = store.pack(weights(64))
+    packed = packed_for(store, weights(64))
     with pytest.raises(Unavailable, match=r"needs \d+ bytes, all adapter memory has \d+") as caught:
         store.place(1, packed)
     assert not isinstance(caught.value, PoolFull)
@@ -113,7 +121,7 @@ def test_what_can_never_fit_is_refused_with_a_hint(make: Make) -> None:
 def test_an_adapter_without_weights_takes_nothing(make: Make) -> None:
     store = make(200_000)
     for lora_id in range(1, 2000):
-        store.place(lora_id, store.pack({}))
+        store.place(lora_id, packed_for(store, {}))
     assert (store.used_bytes, store.version) == (0, 1999)
     assert store.remove(1) == 0
     assert store.version == 2000
@@ -122,7 +130,7 @@ def test_an_adapter_without_weights_takes_nothing(make: Make) -> None:
 @BOTH
 def test_what_does_not_fit_the_model_is_refused_when_it_is_packed(make: Make) -> None:
     with pytest.raises(InvalidAdapter, match="down takes lora_A of 704 columns"):
-        make(1 << 20).pack({DOWN: [(torch.zeros(8, 705), torch.zeros(256, 8))]})
+        packed_for(make(1 << 20), {DOWN: [(torch.zeros(8, 705), torch.zeros(256, 8))]})
 
 
 @BOTH
@@ -134,7 +142,9 @@ def test_bytes_add_up_under_churn(make: Make) -> None:
             gone = draw.choice(list(held))
             assert store.remove(gone) == held.pop(gone)
             changes += 1
-        packed = store.pack(weights(draw.choice([1, 4, 8, 12, 33]), *draw.choice([(QKV, DOWN), (QKV,), (DOWN,)])))
+        packed = packed_for(
+            store, weights(draw.choice([1, 4, 8, 12, 33]), *draw.choice([(QKV, DOWN), (QKV,), (DOWN,)]))
+        )
         try:
             store.place(lora_id, packed)
             held[lora_id] = packed.nbytes
@@ -155,21 +165,21 @@ def test_bytes_add_up_under_churn(make: Make) -> None:
 def test_a_slot_names_the_adapters_table_and_is_used_again() -> None:
     store = paged(1 << 20)
     for lora_id, lora_rank in ((1, 8), (2, 20)):
-        store.place(lora_id, store.pack(weights(lora_rank)))
+        store.place(lora_id, packed_for(store, weights(lora_rank)))
     first, second = store.slots[1], store.slots[2]
     assert first != second
     assert [store.rank_blocks[slot] for slot in (first, second)] == [1, 3]
     assert store.tables[first] != store.tables[second]
     store.remove(1)
     assert list(store.slots) == [2]
-    store.place(3, store.pack(weights(16)))
+    store.place(3, packed_for(store, weights(16)))
     assert store.slots == {2: second, 3: first}
     assert store.rank_blocks[first] == 2
 
 
 def test_more_adapters_than_slots_at_first() -> None:
     store = paged(40 << 20)
-    packed = store.pack({DOWN: [(torch.ones(1, 704), torch.ones(256, 1))]})
+    packed = packed_for(store, {DOWN: [(torch.ones(1, 704), torch.ones(256, 1))]})
     assert 1100 * packed.nbytes < store.budget_bytes
     for lora_id in range(1, 1101):
         store.place(lora_id, packed)
@@ -188,7 +198,7 @@ def test_users_are_the_adapters_that_change_a_module() -> None:
     store = paged(1 << 20)
     only_values: Weights = {QKV: [None, None, weights(4, QKV)[QKV][2]], DOWN: [None]}
     for lora_id, each in ((1, weights(8)), (2, weights(8, DOWN)), (3, only_values), (4, {})):
-        store.place(lora_id, store.pack(each))
+        store.place(lora_id, packed_for(store, each))
     assert store.users.tolist() == [2, 2]
     store.remove(1)
     assert store.users.tolist() == [1, 1]

@@ -30,7 +30,17 @@ def test_engine_and_gateway_share_socket_name_and_settings(settings: Settings, t
     assert made.gateway.env["MANYLORA_PORT"] == "9001"
     assert made.engine.env["MANYLORA_ENGINE_DISK_TIER"] == str(settings.disk_tier)
     assert made.url == "http://127.0.0.1:9001/v1"
-    assert plan.GATEWAY_GRACE_S + plan.ENGINE_GRACE_S < 8
+    assert plan.GATEWAY_GRACE_S + plan.ENGINE_GRACE_S + plan.AGENT_GRACE_S < 8
+
+
+def test_the_agent_and_the_engine_share_a_socket(settings: Settings) -> None:
+    run_dir = RunDir(settings.run_dir, -1)
+    made = plan.make(settings, run_dir, "m", "base", [])
+    assert made.agent is not None
+    assert str(run_dir.agent_socket) in made.agent.argv
+    assert made.engine.env["MANYLORA_ENGINE_AGENT_SOCKET"] == str(run_dir.agent_socket)
+    assert made.engine.env["MANYLORA_ENGINE_RUN_DIR"] == str(run_dir.path)
+    assert made.agent.env["MANYLORA_DISK_TIER"] == str(settings.disk_tier)
 
 
 def test_adapter_memory_reaches_the_engine(tmp_path: Path) -> None:

@@ -47,14 +47,28 @@ def serve(
             help="Memory for adapters: a share of the device's, or a size such as 8GiB [default: 12%].",
         ),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="Host memory for adapters that are kept ready: a share of the machine's, or a size [default: 10%].",
+        ),
+    ] = None,
+    disk_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--disk-budget", metavar="SIZE", help="Disk for adapters: a share of it, or a size [default: 100GiB]."
+        ),
+    ] = None,
     home: Annotated[
         Path | None, typer.Option("--home", metavar="PATH", help="Folder of registry, blobs and logs.")
     ] = None,
 ) -> None:
     """Serve a base model and every adapter in the registry, until Ctrl-C.
 
-    Runs vLLM and the gateway on this machine and restarts either when it dies. Adapters that are pushed later are
-    served without a restart. The first start prints an admin key.
+    Runs vLLM, the gateway and the node's agent on this machine and restarts whichever dies. Adapters that are pushed
+    later are served without a restart. The first start prints an admin key.
 
     \b
     Examples:
@@ -63,13 +77,17 @@ def serve(
     """
     session = session_of(ctx)
     session.home = home or session.home
-    settings = _settings(session, host, port, adapter_root or [], adapter_memory)
+    settings = _settings(session, host, port, adapter_root or [])
+    settings = replace(
+        settings,
+        adapter_memory=adapter_memory or settings.adapter_memory,
+        host_memory=host_memory or settings.host_memory,
+        disk_budget=disk_budget or settings.disk_budget,
+    )
     raise typer.Exit(_run(session, settings, model, served_model_name, vllm_flags or []))
 
 
-def _settings(
-    session: Session, host: str | None, port: int | None, adapter_roots: list[Path], adapter_memory: str | None
-) -> Settings:
+def _settings(session: Session, host: str | None, port: int | None, adapter_roots: list[Path]) -> Settings:
     """The settings with what the flags say instead of the environment."""
     settings = session.settings()
     roots = tuple(root.expanduser().resolve() for root in adapter_roots)
@@ -78,19 +96,21 @@ def _settings(
         host=settings.host if host is None else host,
         port=settings.port if port is None else port,
         adapter_roots=roots or settings.adapter_roots,
-        adapter_memory=adapter_memory or settings.adapter_memory,
     )
 
 
 def _run(session: Session, settings: Settings, model: str, served_name: str | None, vllm_flags: list[str]) -> int:
     # Imported late: asyncio and the registry's libraries would slow down `--help`.
     from manylora.engine import launch
+    from manylora.settings import MemorySize
     from manylora.supervisor import machine, plan, run_dir
     from manylora.supervisor.keeper import StartFailed
 
     _check_arguments(model, vllm_flags)
     launch.check_vllm_args(vllm_flags)
     launch.check_adapter_memory(settings.adapter_memory)
+    MemorySize.parse(settings.host_memory, "host memory")
+    MemorySize.parse(settings.disk_budget, "a disk budget")
     launch.require_engine()
     with run_dir.owned(settings.run_dir) as owned:
         settings = replace(settings, port=plan.free_port(settings.host, settings.port))

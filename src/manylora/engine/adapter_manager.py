@@ -1,8 +1,8 @@
-"""The worker's side of an adapter's life: read, checked and packed beside the step loop, placed between two steps.
+"""The worker's side of an adapter's life: prepared and placed beside the step loop, dropped between two steps.
 
-    prepare    (loader thread)  disk → host tensors: digest, ranks, shapes and names checked; fused and packed
-    register   (step thread)    into the store, whole; from then on a step may use it
-    forget     (step thread)    out of it
+    prepare    (loader threads)  the packed form: from the node's agent, or made here from the folder
+    place      (loader threads)  into the store; from then on a step may use it
+    forget     (step thread)     out of it
 
 vLLM's own manager reads from disk and copies into slots in whichever order a step's set iterates. Something of the kind
 remains only as the last resort for adapters that came by another way than `manylora.engine.http` (the offline `LLM`
@@ -11,41 +11,61 @@ class, say).
 
 from __future__ import annotations
 
-import json
+import contextlib
+import logging
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from manylora.adapter import DIGEST_HEX_CHARS
 from manylora.engine import vllm_internals as vllm_seam
-from manylora.errors import CorruptBlob, InvalidAdapter, ManyloraError
+from manylora.engine.agent_client import AgentClient
+from manylora.errors import InvalidAdapter, ManyloraError, Unavailable
 from manylora.kernels.pool import PoolFull
 from manylora.kernels.stores import AdapterStore, Packed
-from manylora.peft_config import CONFIG_FILE, WEIGHTS_FILE, LoraScaling, adapter_digest
+from manylora.staging.folder import read_folder
+from manylora.staging.layout import EXACT, EngineLayout
+from manylora.staging.packed_form import copy_block, pack_weights, view_packed
 
-_CHUNK_BYTES = 1 << 20
+log = logging.getLogger(__name__)
+
+HERE = "worker"
+"""The source of an adapter that the worker itself read and packed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PreparedAdapter:
-    """An adapter that is read and checked, in the form that the worker's store takes."""
+    """An adapter in the form that the store takes; `close` it once it is placed or of no use any more."""
 
-    lora: vllm_seam.LoRAModel
-    """What vLLM knows it by; without its weights."""
     packed: Packed
     modules: int
     unknown: tuple[str, ...]
     """Modules that this worker does not have: with pipeline parallelism another one must have them, else they would
     silently be left out."""
+    source: str
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What keeps the packed form where it is."""
+
+    def close(self) -> None:
+        """Let go of the packed form. Raises `CorruptBlob` if it had become another's meanwhile."""
+        self.held.close()
 
 
 class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
     """vLLM's worker manager with loading taken out of the step, over an adapter store."""
 
+    agent_socket: Path | None = None
+    """Where the node's agent listens; None: this worker packs for itself."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.in_step_loads = 0
+        self._agent: AgentClient | None = None
+        # vLLM's list of known adapters is changed by loader threads too.
+        self._known = threading.Lock()
+        self._starting = threading.Lock()
 
     @property
     def store(self) -> AdapterStore:
@@ -53,47 +73,81 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
         store: AdapterStore = vllm_seam.pooled(self).store
         return store
 
-    def prepare(self, request: vllm_seam.LoRARequest) -> PreparedAdapter:
-        """Read an adapter's folder; safe beside a running step. Raises a `ManyloraError` that names what is wrong."""
-        folder = Path(request.lora_path)
-        config = verify_folder(folder)
-        lora = vllm_seam.read_adapter(self, request)
-        _apply_patterns(lora, config)
-        unknown = self._check_fit(lora)
-        _check_size(lora)
-        vllm_seam.fuse(self, lora)
-        packed, modules = vllm_seam.pooled(self).pack(lora), len(lora.loras)
-        lora.loras.clear()
-        return PreparedAdapter(lora, packed, modules, unknown)
+    @property
+    def layout(self) -> EngineLayout:
+        """What adapters are packed for."""
+        layout: EngineLayout = vllm_seam.pooled(self).layout
+        return layout
 
-    def _check_fit(self, lora: vllm_seam.LoRAModel) -> tuple[str, ...]:
-        """Check every matrix against the layer that takes it, and its rank against the engine's bound."""
-        limits = vllm_seam.module_limits(self)
-        for name, weights in lora.loras.items():
-            if isinstance(weights.lora_a, list):
-                continue
-            if weights.lora_a is None or weights.lora_b is None:
-                raise InvalidAdapter(f"module {name} has only one of lora_A and lora_B")
-            _check_rank(name, weights, vllm_seam.max_lora_rank(self))
-            in_features, out_features = limits.get(name, (0, 0))
-            if in_features and weights.lora_a.shape[-1] != in_features:
-                raise InvalidAdapter(f"{name}.lora_A has {weights.lora_a.shape[-1]} columns, the layer {in_features}")
-            if out_features and weights.lora_b.shape[0] != out_features:
-                raise InvalidAdapter(f"{name}.lora_B has {weights.lora_b.shape[0]} rows, the layer {out_features}")
-        return tuple(name for name in lora.loras if name not in limits)
+    # ---- beside the steps ----
 
-    def register(self, prepared: PreparedAdapter) -> None:
-        """Take a prepared adapter into the store, between two steps. Raises `PoolFull`; nothing has changed then."""
-        vllm_seam.pooled(self).place(prepared.lora, prepared.packed)
+    def agent(self) -> AgentClient | None:
+        """This worker's connections to the node's agent, where there is one that can pack for this model."""
+        if self.agent_socket is None or vllm_seam.pooled(self).rename is not None:
+            return None
+        with self._starting:
+            if self._agent is None:
+                self._agent = AgentClient(self.agent_socket, self.layout, self.store.pin)
+            return self._agent
+
+    def meet_agent(self) -> None:
+        """Connect to the agent before the first load does; an agent that is late is met by that load."""
+        try:
+            agent = self.agent()
+            if agent is not None:
+                agent.warm()
+        except ManyloraError as error:
+            log.warning("%s", error)
+
+    def prepare(self, folder: Path) -> PreparedAdapter:
+        """Get an adapter's packed form. Raises a `ManyloraError` that names what is wrong."""
+        agent = self.agent()
+        if agent is None or len(folder.name) != DIGEST_HEX_CHARS:
+            return self._prepare_here(folder)
+        try:
+            return self._staged(agent, folder.name)
+        except Unavailable as error:
+            # No agent, or one without room: better a load that costs this worker some time than none.
+            log.warning("adapter %s is packed here: %s", folder.name[:16], error)
+            return self._prepare_here(folder)
+
+    def _staged(self, agent: AgentClient, digest: str) -> PreparedAdapter:
+        with contextlib.ExitStack() as stack:
+            staged = stack.enter_context(agent.staged(digest))
+            header, block = staged.header, staged.block
+            if self.layout.form == EXACT:
+                # What steps compute with stays put, whatever the agent does with its memory.
+                block = copy_block(block)
+                stack.close()
+            packed = view_packed(block, header)
+            return PreparedAdapter(packed, header.changed_modules, header.unknown, staged.source, stack.pop_all())
+
+    def _prepare_here(self, folder: Path) -> PreparedAdapter:
+        read = read_folder(folder, self.layout, vllm_seam.pooled(self).rename)
+        packed = pack_weights(self.layout, read.weights)
+        return PreparedAdapter(packed, read.modules, read.unknown, HERE)
+
+    def place(self, lora_id: int, prepared: PreparedAdapter) -> None:
+        """Take a prepared adapter into the store and make it known. Raises `PoolFull`; nothing has changed then."""
+        self.store.place(lora_id, prepared.packed)
+        try:
+            prepared.close()
+        except BaseException:
+            self.store.remove(lora_id)
+            raise
+        with self._known:
+            vllm_seam.pooled(self).know(lora_id)
+
+    # ---- between two steps ----
 
     def add_adapter(self, lora_request: vllm_seam.LoRARequest) -> bool:
-        """vLLM's entry: load and register if unknown. Evicts nothing, so that no running batch loses an adapter."""
+        """vLLM's entry: load and place if unknown. Evicts nothing, so that no running batch loses an adapter."""
         if vllm_seam.is_registered(self, lora_request.lora_int_id):
             return True
-        prepared = self.prepare(lora_request)
+        prepared = self._prepare_here(Path(lora_request.lora_path))
         if len(prepared.unknown) == prepared.modules:
             raise InvalidAdapter(f"no module of adapter '{lora_request.lora_name}' exists in this model")
-        self.register(prepared)
+        self.place(lora_request.lora_int_id, prepared)
         return True
 
     def add_dummy_lora(self, lora_request: vllm_seam.LoRARequest, rank: int) -> bool:
@@ -101,14 +155,16 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
         return vllm_seam.add_weightless(self, lora_request.lora_int_id)
 
     def _apply_adapters(self, lora_requests: Iterable[vllm_seam.LoRARequest]) -> None:
-        """See to it that a step's adapters are there. Those that came by `register` are; nothing is to do."""
+        """See to it that a step's adapters are there. Those that came by `place` are; nothing is to do."""
         needed = {request.lora_int_id: request for request in lora_requests if request}
         for lora_id, request in needed.items():
-            if vllm_seam.is_registered(self, lora_id):
-                vllm_seam.touch(self, lora_id)
-                continue
-            self.in_step_loads += 1
-            self._load_in_step(request, keep=set(needed))
+            with self._known:
+                known = vllm_seam.is_registered(self, lora_id)
+                if known:
+                    vllm_seam.touch(self, lora_id)
+            if not known:
+                self.in_step_loads += 1
+                self._load_in_step(request, keep=set(needed))
 
     def _load_in_step(self, request: vllm_seam.LoRARequest, keep: set[int]) -> None:
         """Load an adapter while a step waits, at the cost of the least recently used ones that the step can spare."""
@@ -125,77 +181,14 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
     def forget(self, lora_id: int) -> int:
         """Drop an adapter; returns the bytes freed (0 if it was not there)."""
         before = self.store.used_bytes
-        self.remove_adapter(lora_id)
+        with self._known:
+            self.remove_adapter(lora_id)
         return before - self.store.used_bytes
 
     def active(self) -> list[int]:
         """Ids of the adapters in the store."""
-        return vllm_seam.registered_ids(self)
-
-
-def verify_folder(folder: Path) -> dict[str, Any]:
-    """Return the adapter's config, after hashing both files where the folder is named by a digest.
-
-    Raises `CorruptBlob` when the bytes are not those of the name, `InvalidAdapter` when there is nothing to read.
-    """
-    try:
-        raw = (folder / CONFIG_FILE).read_bytes()
-        if len(folder.name) == DIGEST_HEX_CHARS and adapter_digest(raw, _chunks(folder / WEIGHTS_FILE)) != folder.name:
-            raise CorruptBlob(f"the files of adapter {folder.name[:16]} no longer match their digest")
-        config = json.loads(raw)
-    except (OSError, ValueError) as error:
-        raise InvalidAdapter(f"adapter {folder.name[:16]} cannot be read: {_cause(error)}") from error
-    if not isinstance(config, dict):
-        raise InvalidAdapter(f"adapter {folder.name[:16]}: {CONFIG_FILE} is not a JSON object")
-    return config
-
-
-def _chunks(path: Path) -> Iterable[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
-
-
-def _cause(error: Exception) -> str:
-    return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
-
-
-def _check_rank(name: str, weights: Any, max_lora_rank: int) -> None:
-    rank = int(weights.lora_a.shape[0])
-    if rank != weights.lora_b.shape[-1]:
-        raise InvalidAdapter(f"{name}: lora_A has rank {rank}, lora_B {weights.lora_b.shape[-1]}")
-    if rank > max_lora_rank:
-        raise InvalidAdapter(
-            f"{name} has rank {rank}, this engine takes up to {max_lora_rank}", "start it with a larger --max-lora-rank"
-        )
-
-
-MAX_DELTA = 1e4
-"""Bound on any entry of a module's ``scale · B · A``. Trained ones stay below 1; from about 1e19 on activations
-overflow."""
-
-
-def _check_size(lora: vllm_seam.LoRAModel) -> None:
-    """Refuse weights whose product could overflow: such an adapter can answer nothing.
-
-    Whatever overflows all the same harms its own answers only; see `vllm_internals.zero_new_kv_blocks`.
-    """
-    for name, weights in lora.loras.items():
-        if isinstance(weights.lora_a, list):
-            continue
-        largest_a, largest_b = float(weights.lora_a.abs().amax()), float(weights.lora_b.abs().amax())
-        bound = abs(weights.scaling) * weights.lora_a.shape[0] * largest_a * largest_b
-        if not bound <= MAX_DELTA:
-            raise InvalidAdapter(f"{name}: its weights change the layer by up to {bound:.1e}, which overflows")
-
-
-def _apply_patterns(lora: vllm_seam.LoRAModel, config: dict[str, Any]) -> None:
-    """Give modules their own scale on a vLLM that ignores `rank_pattern` and `alpha_pattern` (0.26)."""
-    if vllm_seam.reads_patterns() or not (config.get("rank_pattern") or config.get("alpha_pattern")):
-        return
-    scaling = LoraScaling.from_checked(config)
-    for name, weights in lora.loras.items():
-        weights.scaling = scaling.scaling_of(name)
+        with self._known:
+            return vllm_seam.registered_ids(self)
 
 
 def reason(error: Exception, folder: str) -> str:

@@ -29,6 +29,7 @@ def worker_manager(settings: EngineSettings) -> type[AdapterManager]:
 
     class Manager(AdapterManager):
         _manager_cls = Models
+        agent_socket = settings.agent_socket
 
     return Manager
 

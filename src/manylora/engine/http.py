@@ -12,7 +12,9 @@ The engine listens on a Unix socket in a private folder; callers are the gateway
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,14 @@ from manylora.engine.metrics import EngineMetrics
 from manylora.engine.residency import AdapterLoadFailed, AdapterMemoryFull, AdapterNotOnDisk, Residency
 from manylora.engine.settings import EngineSettings
 from manylora.engine.worker_calls import WorkerMemory
-from manylora.errors import InvalidName, ManyloraError, Unavailable
+from manylora.errors import InvalidName, ManyloraError
 from manylora.tiers.disk import DiskTier
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
+log = logging.getLogger(__name__)
+
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -71,6 +75,7 @@ class AdapterDoor:
             await self.app(scope, receive, send)
             return
         path = str(scope["path"])
+        self._engine(scope)
         if path.startswith(_CLOSED):
             await _reply_error(send, 404, "not_found", f"no route {path}")
         elif path.startswith(PREFIX):
@@ -96,13 +101,19 @@ class AdapterDoor:
         try:
             async with self._engine(scope)[0].lease(str(name[0]), lambda: self._find_folder(name[1])):
                 await self.app(scope, replay, send)
-        except AdapterNotOnDisk as error:
+        except ManyloraError as error:
+            log.warning("a request for %s is refused: %s: %s", name[0], type(error).__name__, error)
+            await self._refuse(error, name[0], send)
+
+    async def _refuse(self, error: ManyloraError, name: str, send: Send) -> None:
+        """Answer a request whose adapter cannot be had; the kind of error says what the caller may do."""
+        if isinstance(error, AdapterNotOnDisk):
             await _reply_error(send, 404, "adapter_not_on_disk", error.message)
-        except AdapterMemoryFull as error:
+        elif isinstance(error, AdapterLoadFailed):
+            await _reply_error(send, 500, "adapter_load_failed", f"adapter {name}: {error}")
+        elif isinstance(error, AdapterMemoryFull):
             await _reply_error(send, 503, "adapter_memory_full", str(error), retry_after_s=1)
-        except AdapterLoadFailed as error:
-            await _reply_error(send, 500, "adapter_load_failed", f"adapter {name[0]}: {error}")
-        except Unavailable as error:
+        else:
             await _reply_error(send, 503, "service_unavailable", str(error), retry_after_s=1)
 
     def _find_folder(self, name: EngineName) -> Path | None:
@@ -113,9 +124,16 @@ class AdapterDoor:
         return found[0][1] if found else None
 
     def _engine(self, scope: Scope) -> tuple[Residency, WorkerMemory]:
+        """The account and the workers. They are met with the server's first request, a probe's mostly: an agent's
+        memory takes a while to be pinned."""
         if self._connected is None:
             self._connected = self._connect(scope["app"].state)
+            self._opening = asyncio.create_task(self._open(self._connected[1]), name="meet the workers")
         return self._connected
+
+    async def _open(self, workers: WorkerMemory) -> None:
+        with contextlib.suppress(ManyloraError):  # the first load tells it
+            await workers.connect()
 
     async def _own_route(self, scope: Scope, receive: Receive, send: Send, route: str) -> None:
         account, workers = self._engine(scope)
@@ -139,7 +157,13 @@ class AdapterDoor:
             }
             for r in account.residents()
         ]
-        self._metrics.show(adapters=len(present), used_bytes=held["used_bytes"], in_step_loads=held["in_step_loads"])
+        self._metrics.show(
+            adapters=len(present),
+            used_bytes=held["used_bytes"],
+            budget_bytes=held["budget_bytes"],
+            in_step_loads=held["in_step_loads"],
+            waiting=account.waiting(),
+        )
         return {
             "adapters": adapters,
             "budget": {
@@ -147,6 +171,7 @@ class AdapterDoor:
                 "bytes": held["budget_bytes"],
                 "used_bytes": held["used_bytes"],
             },
+            "waiting": account.waiting(),
         }
 
     async def _evict(self, account: Residency, body: bytes | None, send: Send) -> None:

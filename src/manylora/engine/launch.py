@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manylora.engine import settings as names
 from manylora.errors import InvalidSettings, Unavailable
-from manylora.settings import DEFAULT_ADAPTER_MEMORY
+from manylora.settings import DEFAULT_ADAPTER_MEMORY, MemorySize
 
 PLUGIN = "manylora"
 MIDDLEWARE = "manylora.engine.middleware.AdapterMiddleware"
@@ -63,10 +63,11 @@ def command(
     disk_tier: Path,
     served_model_name: str,
     adapter_memory: str = DEFAULT_ADAPTER_MEMORY,
+    agent_socket: Path | None = None,
     vllm_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> EngineCommand:
-    """Build the child's command line and environment.
+    """Build the child's command line and environment. Without `agent_socket` its workers pack adapters themselves.
 
     Raises `InvalidSettings` for a vLLM flag that cannot be passed, and for adapter memory that cannot be read.
     """
@@ -79,6 +80,9 @@ def command(
     argv += vllm_args
     child_env = _environment(os.environ if env is None else env, disk_tier, _is_cpu_engine())
     child_env[names.ADAPTER_MEMORY] = adapter_memory
+    child_env[names.RUN_DIR] = str(socket.parent)
+    if agent_socket is not None:
+        child_env[names.AGENT_SOCKET] = str(agent_socket)
     return EngineCommand(tuple(argv), child_env)
 
 
@@ -93,7 +97,7 @@ def check_vllm_args(vllm_args: Sequence[str]) -> None:
 
 def check_adapter_memory(text: str) -> None:
     """Raise `InvalidSettings` for a size of adapter memory that cannot be read."""
-    names.AdapterMemorySize.parse(text)
+    MemorySize.parse(text)
 
 
 def require_engine() -> str:

@@ -21,11 +21,19 @@ class EngineMetrics:
         )
         self._seconds = Histogram(
             "manylora:adapter_load_seconds",
-            "Disk to adapter memory",
-            ["tier"],
+            "Request for an adapter to its being in adapter memory",
+            ["source"],
             buckets=_LOAD_SECONDS,
             registry=registry,
         )
+        self._waits = Histogram(
+            "manylora:adapter_wait_seconds",
+            "Arrival of a request to its adapter's being in adapter memory",
+            buckets=(0.0001, *_LOAD_SECONDS, 60.0),
+            registry=registry,
+        )
+        self._waiting = Gauge("manylora:adapter_waiting", "Requests that wait for adapter memory", registry=registry)
+        self._budget = Gauge("manylora:adapter_budget_bytes", "Bytes that a tier may take", ["tier"], registry=registry)
         self._hits = Counter(
             "manylora:adapter_hits", "Requests that found their adapter in a tier", ["tier"], registry=registry
         )
@@ -41,10 +49,10 @@ class EngineMetrics:
         self._gpu = _unless_exported("vllm:num_loras_in_gpu", "Adapters in adapter memory", registry)
         self._cpu = _unless_exported("vllm:num_loras_in_cpu", "Adapters in adapter memory", registry)
 
-    def loaded(self, seconds: float) -> None:
-        """A version reached adapter memory after `seconds`."""
+    def loaded(self, seconds: float, source: str) -> None:
+        """A version reached adapter memory, from the tier `source`, after `seconds`."""
         self._loads.labels("device", "ok").inc()
-        self._seconds.labels("device").observe(seconds)
+        self._seconds.labels(source).observe(seconds)
 
     def load_failed(self) -> None:
         """A load ended in an error."""
@@ -58,8 +66,14 @@ class EngineMetrics:
         """A version left adapter memory."""
         self._evictions.labels("device", reason).inc()
 
-    def show(self, *, adapters: int, used_bytes: int, in_step_loads: int) -> None:
-        """Set the gauges from what the workers say."""
+    def waited(self, seconds: float) -> None:
+        """A request's adapter was in adapter memory so many seconds after the request came."""
+        self._waits.observe(seconds)
+
+    def show(self, *, adapters: int, used_bytes: int, budget_bytes: int, in_step_loads: int, waiting: int) -> None:
+        """Set the gauges from what the workers and the account say."""
+        self._budget.labels("device").set(budget_bytes)
+        self._waiting.set(waiting)
         for gauge in (self._gpu, self._cpu):
             if gauge is not None:
                 gauge.set(adapters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from manylora.engine import vllm_internals as vllm_seam
@@ -19,7 +21,8 @@ class AdapterMiddleware(AdapterDoor):
         settings, metrics = EngineSettings.from_env(), EngineMetrics()
 
         def connect(state: Any) -> tuple[Residency, WorkerMemory]:
-            workers = WorkerMemory(vllm_seam.engine_client(state), timeout_s=settings.load_timeout_s)
+            run_dir = settings.run_dir or Path(tempfile.mkdtemp(prefix="manylora-"))
+            workers = WorkerMemory(vllm_seam.engine_client(state), run_dir=run_dir, timeout_s=settings.load_timeout_s)
             account = Residency(
                 workers,
                 places=vllm_seam.max_adapters(state),

@@ -1,10 +1,11 @@
 """Which adapters are in adapter memory, who uses them, and who must go: the API server's account of one engine.
 
 A request holds a lease from before it enters vLLM until its last byte is out. An adapter under lease is never evicted,
-so no step ever needs one that is not there. A load is shared by all that wait for it; a failed one fails only them.
-Where all of it is leased, requests wait in the order of their arrival, up to a deadline.
+so no step ever needs one that is not there. Who gets in, who waits and who leaves is decided by
+`manylora.tiers.admission`; this file asks it, and does what it says: measure, drop, load, tell.
 
-How large an adapter is shows only once it is read: then others leave, least recently used first, until it fits.
+A version that is new here is measured first, which brings its packed form to the node's host memory: a request waits
+for that without a place in adapter memory. A load is shared by all that wait for it; a failed one fails only them.
 
 Knows neither HTTP nor vLLM: the engine is reached through `AdapterMemory`.
 """
@@ -20,6 +21,15 @@ from pathlib import Path
 from typing import Protocol
 
 from manylora.errors import ManyloraError
+from manylora.tiers.admission import Admission, Hit, Load, TooLarge, Wait
+from manylora.tiers.eviction import DEFAULT_POLICY, POLICIES, Entry
+
+LOAD_S = 0.01
+"""About what a load from host memory takes; policies that weigh costs are told."""
+
+
+REMEMBERED = 65536
+"""Versions whose sizes are kept."""
 
 
 class AdapterNotOnDisk(ManyloraError):
@@ -40,6 +50,8 @@ class Loaded:
 
     nbytes: int
     seconds: float
+    source: str
+    """The tier it came from."""
 
 
 MakeRoom = Callable[[], Awaitable[None]]
@@ -48,6 +60,12 @@ MakeRoom = Callable[[], Awaitable[None]]
 
 class AdapterMemory(Protocol):
     """The engine's adapter memory, as the account sees it."""
+
+    async def budget_bytes(self) -> int:
+        """How large it is."""
+
+    async def measure(self, engine_name: str, folder: Path) -> int:
+        """Bytes that a version will take in it. Raises `AdapterLoadFailed` with a reason a person can act on."""
 
     async def load(self, lora_id: int, engine_name: str, folder: Path, make_room: MakeRoom) -> Loaded:
         """Bring a version into memory, calling `make_room` as long as it does not fit.
@@ -62,10 +80,11 @@ class AdapterMemory(Protocol):
 class Observer(Protocol):
     """Told of what happens, for metrics."""
 
-    def loaded(self, seconds: float) -> None: ...
+    def loaded(self, seconds: float, source: str) -> None: ...
     def load_failed(self) -> None: ...
     def hit(self) -> None: ...
     def evicted(self, reason: str) -> None: ...
+    def waited(self, seconds: float) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -77,8 +96,6 @@ class Resident:
     folder: Path
     ready: asyncio.Future[Loaded]
     in_flight: int = 0
-    last_used_s: float = 0.0
-    leaving: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -97,6 +114,20 @@ class _Counter:
         return self.last
 
 
+class _Request:
+    """One request; what `Admission` knows it by."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request in line."""
+
+    folder: Path
+    go: asyncio.Future[Resident]
+
+
 class Residency:
     """The account. Every method runs on one event loop, the API server's."""
 
@@ -109,6 +140,7 @@ class Residency:
         observer: Observer,
         published: Callable[[Resident, bool], None],
         clock: Callable[[], float] = time.monotonic,
+        policy: str = DEFAULT_POLICY,
     ) -> None:
         """`places` versions at most are in memory, whatever their sizes.
 
@@ -118,12 +150,18 @@ class Residency:
         assert places > 0
         self._tier, self._places, self._wait_s = tier, places, wait_s
         self._observer, self._published, self._clock = observer, published, clock
+        self._policy = policy
+        self._admission: Admission | None = None
+        self._opening = asyncio.Lock()
         self._residents: dict[str, Resident] = {}
         self._counter = _Counter()
+        self._sizes: dict[str, int] = {}
+        self._measuring: dict[str, asyncio.Task[int]] = {}
+        self._waiting: dict[_Request, _Waiting] = {}
+        self._out: set[_Request] = set()
         self._loading: set[asyncio.Task[None]] = set()
-        self._waiting: list[asyncio.Future[None]] = []
-        # Taken while looking for a place: waiters are served in the order in which they came.
-        self._turn = asyncio.Lock()
+        self._dropping: set[asyncio.Task[int]] = set()
+        self._changes: list[asyncio.Future[None]] = []
 
     @property
     def places(self) -> int:
@@ -134,53 +172,146 @@ class Residency:
         """A copy of the account, for those who look."""
         return list(self._residents.values())
 
+    def waiting(self) -> int:
+        """How many requests wait for memory."""
+        return len(self._waiting)
+
     @asynccontextmanager
     async def lease(self, engine_name: str, find_folder: Callable[[], Path | None]) -> AsyncIterator[Resident]:
         """Hold a version in memory for the length of the block, loading it first where needed.
 
         Raises `AdapterNotOnDisk`, `AdapterLoadFailed` or `AdapterMemoryFull`, before the block is entered.
         """
-        resident = await self._enter(engine_name, find_folder)
+        request = _Request()
+        began_s = self._clock()
+        resident = await self._enter(request, engine_name, find_folder)
+        resident.in_flight += 1
         try:
-            await asyncio.shield(resident.ready)
+            if resident.is_ready:
+                self._observer.hit()
+            else:
+                await asyncio.shield(resident.ready)
+            self._observer.waited(self._clock() - began_s)
             yield resident
         finally:
             resident.in_flight -= 1
-            resident.last_used_s = self._clock()
-            self._notify()
+            self._leave(request)
 
-    async def _enter(self, engine_name: str, find_folder: Callable[[], Path | None]) -> Resident:
-        """The version's entry, counted as in flight; made, and its load begun, where it has none."""
-        while True:
-            known = self._residents.get(engine_name)
-            if known is None:
-                await self._admit(engine_name, find_folder)
-            elif known.leaving:
-                await self._changed()
-            else:
-                if known.is_ready:
-                    self._observer.hit()
-                known.in_flight += 1
-                return known
-
-    async def _admit(self, engine_name: str, find_folder: Callable[[], Path | None]) -> None:
-        """Begin the load of a version once there is a place for it, unless another request has begun it meanwhile."""
-        try:
-            async with asyncio.timeout(self._wait_s), self._turn:
-                while engine_name not in self._residents and len(self._residents) >= self._places:
-                    await self._make_room()
-                if engine_name not in self._residents:
-                    self._begin(engine_name, find_folder)
-        except TimeoutError:
-            raise AdapterMemoryFull(
-                f"all {self._places} adapters in memory are in use by running requests",
-                "retry, or start the engine with a larger --max-cpu-loras",
-            ) from None
-
-    def _begin(self, engine_name: str, find_folder: Callable[[], Path | None]) -> None:
-        folder = find_folder()
+    async def _enter(self, request: _Request, engine_name: str, find_folder: Callable[[], Path | None]) -> Resident:
+        """The version's entry, with this request's pin on it; its load has begun at least."""
+        admission = await self._account()
+        known = self._residents.get(engine_name)
+        folder = find_folder() if known is None else known.folder
         if folder is None:
             raise AdapterNotOnDisk(f"version {engine_name} is not on this node's disk")
+        size_bytes = self._sizes.get(engine_name) or await self._size(engine_name, folder)
+        try:
+            decision = admission.ask(request, Entry(engine_name, size_bytes, LOAD_S), self._clock())
+        except TooLarge as error:
+            raise AdapterLoadFailed(error.message, error.hint) from error
+        if isinstance(decision, Wait):
+            return await self._in_line(request, folder)
+        waiting = _Waiting(folder, asyncio.get_running_loop().create_future())
+        self._waiting[request] = waiting
+        self._obey(decision)
+        return waiting.go.result()
+
+    async def _account(self) -> Admission:
+        async with self._opening:
+            if self._admission is None:
+                self._admission = Admission(POLICIES[self._policy](), await self._tier.budget_bytes())
+        return self._admission
+
+    async def _size(self, engine_name: str, folder: Path) -> int:
+        """What a version takes of the budget: its bytes, and at least one place's share. Found out once."""
+        task = self._measuring.get(engine_name)
+        if task is None:
+            task = self._measuring[engine_name] = asyncio.create_task(self._measure(engine_name, folder))
+            task.add_done_callback(lambda done: self._measured(engine_name, done))
+        return await asyncio.shield(task)
+
+    async def _measure(self, engine_name: str, folder: Path) -> int:
+        try:
+            nbytes = await self._tier.measure(engine_name, folder)
+        except Exception as error:  # whatever it was, it belongs to those who wait for this version
+            self._observer.load_failed()
+            raise (
+                error if isinstance(error, ManyloraError) else AdapterLoadFailed(f"the load failed: {error}")
+            ) from error
+        admission = await self._account()
+        # An adapter larger than all memory is told so in its own bytes.
+        return max(nbytes, admission.budget_bytes // self._places)
+
+    def _measured(self, engine_name: str, task: asyncio.Task[int]) -> None:
+        del self._measuring[engine_name]
+        if not task.cancelled() and task.exception() is None:
+            if len(self._sizes) >= REMEMBERED:
+                self._sizes.clear()
+            self._sizes[engine_name] = task.result()
+
+    async def _in_line(self, request: _Request, folder: Path) -> Resident:
+        """Wait until others have gone, up to a deadline."""
+        waiting = self._waiting[request] = _Waiting(folder, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(self._wait_s):
+                self._wake_later()
+                return await asyncio.shield(waiting.go)
+        except BaseException as error:
+            if waiting.go.done():  # let in at the last moment
+                self._leave(request)
+            else:
+                del self._waiting[request]
+                self._release(request)
+            if isinstance(error, TimeoutError):
+                raise AdapterMemoryFull(
+                    "all adapter memory is in use by running requests",
+                    f"retry, or raise --adapter-memory (and --max-cpu-loras, now {self._places})",
+                ) from None
+            raise
+
+    def _wake_later(self) -> None:
+        """Look again once the eldest has lost its patience: from then on adapters are drained for it."""
+        assert self._admission is not None
+        asyncio.get_running_loop().call_later(self._admission.patience_s, self._wake)
+
+    # ---- what the admission decides ----
+
+    def _obey(self, decision: Hit | Load) -> None:
+        """Let requests in, and begin the load that they need."""
+        if isinstance(decision, Load):
+            for name in decision.evict:
+                self._drop_soon(self._residents[name], "room")
+            folder = self._waiting[decision.requests[0]].folder  # type: ignore[index]
+            self._begin(decision.key, folder)
+        resident = self._residents[decision.key]
+        for request in decision.requests:
+            assert isinstance(request, _Request)
+            self._waiting.pop(request).go.set_result(resident)
+
+    def _wake(self) -> None:
+        assert self._admission is not None
+        for decision in self._admission.wake(self._clock()):
+            self._obey(decision)
+        changes, self._changes = self._changes, []
+        for future in changes:
+            if not future.done():
+                future.set_result(None)
+
+    def _leave(self, request: _Request) -> None:
+        """A request that was let in has ended."""
+        if request in self._out:  # its load failed: the account has forgotten it
+            self._out.remove(request)
+        else:
+            self._release(request)
+
+    def _release(self, request: _Request) -> None:
+        assert self._admission is not None
+        self._admission.release(request)
+        self._wake()
+
+    # ---- loads ----
+
+    def _begin(self, engine_name: str, folder: Path) -> None:
         resident = Resident(engine_name, self._counter.next(), folder, asyncio.get_running_loop().create_future())
         self._residents[engine_name] = resident
         task = asyncio.create_task(self._load(resident), name=f"load {engine_name}")
@@ -189,36 +320,41 @@ class Residency:
 
     async def _load(self, resident: Resident) -> None:
         """Load, then let everybody in who waits; on failure the entry goes, and a later request begins anew."""
+        assert self._admission is not None
         try:
+            # The room that was decided on is there once those who leave have gone.
+            await asyncio.gather(*self._dropping, return_exceptions=True)
             loaded = await self._tier.load(resident.lora_id, resident.engine_name, resident.folder, self._room_maker())
         except Exception as error:  # whatever it was, it belongs to those who wait for this version
             self._observer.load_failed()
-            self._remove(resident)
+            del self._residents[resident.engine_name]
+            self._sizes.pop(resident.engine_name, None)
+            self._out.update(self._admission.failed(resident.engine_name))  # type: ignore[arg-type]
             failure = error if isinstance(error, ManyloraError) else AdapterLoadFailed(f"the load failed: {error}")
             resident.ready.set_exception(failure)
             resident.ready.exception()  # waiters may all have gone; then nobody else would ever look at it
+            self._wake()
             return
-        self._observer.loaded(loaded.seconds)
+        self._observer.loaded(loaded.seconds, loaded.source)
         self._published(resident, True)
         resident.ready.set_result(loaded)
-        self._notify()
-
-    async def _make_room(self) -> None:
-        """Evict the least recently used version that nobody holds, or wait until somebody lets go."""
-        idle = [r for r in self._residents.values() if r.in_flight == 0 and r.is_ready and not r.leaving]
-        if idle:
-            await self._drop(min(idle, key=lambda r: r.last_used_s), "lru")
-            return
-        await self._changed()
+        self._admission.loaded(resident.engine_name)
+        self._wake()
 
     def _room_maker(self) -> MakeRoom:
-        """What a load calls while what it read does not fit; within the time that a request may wait."""
+        """What a load calls while what it brings does not fit although the account has room for it: tables may be
+        fragmented. Within the time that a request may wait."""
         deadline = asyncio.get_running_loop().time() + self._wait_s
 
         async def make_room() -> None:
+            assert self._admission is not None
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._make_room()
+                    for resident in self.residents():
+                        if self._admission.drop(resident.engine_name):
+                            await self._drop_soon(resident, "room")
+                            return
+                    await self._changed()
             except TimeoutError:
                 raise AdapterMemoryFull(
                     "all adapter memory is in use by running requests", "retry, or raise --adapter-memory"
@@ -232,35 +368,31 @@ class Residency:
         A request that comes meanwhile is served: whoever wants a version gone closes its door first.
         """
         resident = self._residents.get(engine_name)
-        while resident is not None and not resident.leaving and (resident.in_flight or not resident.ready.done()):
+        while resident is not None and self._residents.get(engine_name) is resident:
+            assert self._admission is not None
+            if self._admission.drop(engine_name):
+                return await self._drop_soon(resident, "asked")
             await self._changed()
-        if resident is None or self._residents.get(engine_name) is not resident or resident.leaving:
-            return None
-        return await self._drop(resident, "asked")
+        return None
 
-    async def _drop(self, resident: Resident, why: str) -> int:
-        resident.leaving = True
+    def _drop_soon(self, resident: Resident, why: str) -> asyncio.Task[int]:
+        """Close a version's door at once, and have the engine drop it."""
+        del self._residents[resident.engine_name]
         self._published(resident, False)
-        try:
-            freed = await self._tier.drop(resident.lora_id)
-        finally:
-            self._remove(resident)
         self._observer.evicted(why)
-        return freed
+        task = asyncio.create_task(self._tier.drop(resident.lora_id), name=f"drop {resident.engine_name}")
+        self._dropping.add(task)
+        task.add_done_callback(self._dropped)
+        return task
 
-    def _remove(self, resident: Resident) -> None:
-        if self._residents.get(resident.engine_name) is resident:
-            del self._residents[resident.engine_name]
-        self._notify()
+    def _dropped(self, task: asyncio.Task[int]) -> None:
+        self._dropping.discard(task)
+        if not task.cancelled():
+            task.exception()  # an engine that does not answer fails the load that waits for the room
+        self._wake()
 
     async def _changed(self) -> None:
         """Wait until a lease was returned, a load ended or an entry went."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        self._changes.append(future)
         await future
-
-    def _notify(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -164,26 +163,6 @@ def worker_lora_manager(worker: Any) -> LRUCacheWorkerLoRAManager:
     return worker.model_runner.lora_manager
 
 
-def max_lora_rank(manager: LRUCacheWorkerLoRAManager) -> int:
-    """Largest rank of any adapter (`--max-lora-rank`)."""
-    return int(manager.lora_config.max_lora_rank)
-
-
-def read_adapter(manager: LRUCacheWorkerLoRAManager, request: LoRARequest) -> LoRAModel:
-    """Read the files of `request` into host tensors of the engine's dtype. Touches no shared state."""
-    return manager._load_adapter(request)
-
-
-def reads_patterns() -> bool:
-    """Whether this vLLM itself applies `rank_pattern` and `alpha_pattern`."""
-    return hasattr(PEFTHelper, "get_rank_and_scaling")
-
-
-def fuse(manager: LRUCacheWorkerLoRAManager, lora: LoRAModel) -> None:
-    """Pack q, k, v and gate, up into the engine's fused modules and fold the scale into B, in place, in `lora` only."""
-    manager._adapter_manager._create_merged_loras_inplace(lora)
-
-
 def pooled(manager: LRUCacheWorkerLoRAManager) -> Any:
     """The worker's `manylora.engine.vllm_pool.PooledModelManager`."""
     return manager._adapter_manager
@@ -207,20 +186,3 @@ def add_weightless(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> bool:
 def touch(manager: LRUCacheWorkerLoRAManager, lora_id: int) -> None:
     """Mark an adapter as just used."""
     manager._adapter_manager._registered_adapters.touch(lora_id)
-
-
-def module_limits(manager: LRUCacheWorkerLoRAManager) -> dict[str, tuple[int, int]]:
-    """(in_features, out_features) that an adapter must have for every module name it may carry, on this worker.
-
-    Fused modules appear under their parts' names. Where this file cannot tell a width (embedding tables, heads, shards
-    under tensor parallelism) it is 0.
-    """
-    model_manager = manager._adapter_manager
-    limits: dict[str, tuple[int, int]] = {}
-    for module in model_manager.store.modules:
-        layer = model_manager.modules[module.name]
-        parts = model_manager.packed_modules.get(module.name) or [module.name]
-        known = isinstance(layer.lora_a_stacked, tuple) and layer.tp_size == 1 and len(parts) == len(module.widths)
-        for part, width in zip(parts, module.widths if known else [0] * len(parts), strict=True):
-            limits[part] = (module.in_features if known else 0, width)
-    return limits

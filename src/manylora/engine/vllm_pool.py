@@ -18,11 +18,13 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
+from manylora.engine.engine_layout import module_layout, name_map
 from manylora.engine.lora_ops import marker
-from manylora.errors import InvalidAdapter, Unavailable
-from manylora.kernels.packing import Factors, Weights
+from manylora.errors import Unavailable
 from manylora.kernels.pages import Module
-from manylora.kernels.stores import AdapterStore, Packed
+from manylora.kernels.stores import AdapterStore, PagedStore
+from manylora.staging.layout import EXACT, PAGES, EngineLayout
+from manylora.staging.packed_form import pack_weights
 
 MakeStore = Callable[[Sequence[Module], torch.dtype, torch.device], AdapterStore]
 
@@ -54,35 +56,45 @@ class PooledModelManager(LRUCacheLoRAModelManager):
         self._numbers = {name: number for number, name in enumerate(self.modules)}
         geometry = [_geometry(name, layer) for name, layer in self.modules.items()]
         self.store = type(self).make_store(geometry, lora_config.lora_dtype, self.device)
+        self.layout, self.rename = self._layout(geometry, lora_config)
+        self.empty = pack_weights(self.layout, {})
         self._mapped: tuple[Any, int] = (None, -1)
         for name, layer in self.modules.items():
             _mark(layer, marker(self._numbers[name]))
         for wrapper in set(self.punica_wrapper_mapping.values()):
             wrapper.attach(self.store)
 
+    def _layout(self, geometry: Sequence[Module], lora_config: Any) -> tuple[EngineLayout, Callable[[str], str] | None]:
+        """What adapters are to be packed for; and vLLM's renaming of modules where the layout cannot say it."""
+        modules = tuple(
+            module_layout(module, self.modules[module.name], self.packed_modules.get(module.name, ()))
+            for module in geometry
+        )
+        names, rename = name_map(self.model)
+        columns = self.store.pool.layout.columns if isinstance(self.store, PagedStore) else 0
+        layout = EngineLayout(
+            form=PAGES if columns else EXACT,
+            # On a CPU products are in float32 whatever the model's numbers are.
+            dtype=str(lora_config.lora_dtype).removeprefix("torch.") if columns else "float32",
+            columns=columns,
+            max_lora_rank=int(lora_config.max_lora_rank),
+            modules=modules,
+            names=names,
+            skipped=tuple(getattr(self.model, "lora_skip_prefixes", None) or ()),
+        )
+        return layout, rename
+
     # ---- adapters come and go ----
 
-    def pack(self, lora: LoRAModel) -> Packed:
-        """The form of a fused adapter that `store` takes, this rank's shards of it; touches no shared state."""
-        return self.store.pack(self._weights(lora))
-
-    def _weights(self, lora: LoRAModel) -> Weights:
-        found: dict[int, Sequence[Factors | None]] = {}
-        for name, layer in self.modules.items():
-            weights = self._get_lora_layer_weights(lora, name)
-            if weights is not None:
-                found[self._numbers[name]] = _factors(name, layer, weights.lora_a, weights.lora_b)
-        return found
-
-    def place(self, lora: LoRAModel, packed: Packed) -> None:
-        """Take a packed adapter into the store and make it known. Raises `PoolFull`."""
-        self.store.place(lora.id, packed)
-        self._registered_adapters[lora.id] = lora
+    def know(self, lora_id: int) -> None:
+        """Make an adapter that is in the store known to vLLM."""
+        self._registered_adapters[lora_id] = LoRAModel(lora_id, 1, {})
 
     def _add_adapter(self, lora: LoRAModel) -> None:
         if lora.loras:
-            self._create_merged_loras_inplace(lora)
-        self.place(lora, self.pack(lora))
+            raise NotImplementedError("adapters are loaded by manylora's own reader")
+        self.store.place(lora.id, self.empty)
+        self.know(lora.id)
 
     def activate_adapter(self, lora_id: int) -> bool:
         return False
@@ -153,24 +165,3 @@ def _mark(layer: BaseLayerWithLoRA, mark: torch.Tensor) -> None:
         layer.lora_a_stacked = layer.lora_b_stacked = mark
     if isinstance(layer, VocabParallelEmbeddingWithLoRA):
         layer.__class__ = PooledEmbedding
-
-
-def _factors(name: str, layer: BaseLayerWithLoRA, a: Any, b: Any) -> list[Factors | None]:
-    """Each slice's factors, cut to this rank's shard."""
-    if not isinstance(layer, BaseLinearLayerWithLoRA):
-        return [(a, b)]
-    if layer.n_slices > 1:
-        if not isinstance(b, list):  # one tensor for a layer that the engine has in slices: A is everybody's
-            sizes = layer.base_layer.output_sizes
-            a, b = [a] * len(sizes), list(torch.split(b, sizes))
-        elif len(b) != layer.n_slices:
-            a, b = layer.expand_packed_lora(a, b)
-    if layer.tp_size > 1:
-        a, b = layer.slice_lora_a(a), layer.slice_lora_b(b)
-    slices = zip(a, b, strict=True) if isinstance(b, list) else [(a, b)]
-    found: list[Factors | None] = []
-    for slice_a, slice_b in slices:
-        if (slice_a is None) != (slice_b is None):
-            raise InvalidAdapter(f"module {name} has only one of lora_A and lora_B")
-        found.append(None if slice_a is None else (slice_a, slice_b))
-    return found

@@ -1,20 +1,16 @@
-"""The engine's adapter memory, reached from the API server by calls to every worker (`manylora.engine.worker`)."""
+"""The engine's adapter memory as the API server reaches it: loads past the step loop, drops in its order."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from manylora.engine.residency import AdapterLoadFailed, Loaded, MakeRoom
+from manylora.engine.load_channel import FAILED, FULL, MEASURE, MISSING, LoadClient, Outcome
+from manylora.engine.residency import AdapterLoadFailed, AdapterNotOnDisk, Loaded, MakeRoom
 from manylora.errors import ManyloraError, Unavailable
-
-PENDING, FULL, READY, FAILED = "pending", "full", "ready", "failed"
-"""States of a read, as a worker tells them."""
-
-_FIRST_POLL_S = 0.02
-_LONGEST_POLL_S = 0.08
 
 
 class EngineClient(Protocol):
@@ -27,49 +23,73 @@ class EngineClient(Protocol):
 class WorkerMemory:
     """`AdapterMemory` of `manylora.engine.residency`, over workers."""
 
-    def __init__(self, engine: EngineClient, *, timeout_s: float) -> None:
-        self._engine, self._timeout_s = engine, timeout_s
+    def __init__(self, engine: EngineClient, *, run_dir: Path, timeout_s: float) -> None:
+        """`run_dir` is a private folder, in which workers listen."""
+        self._engine, self._run_dir, self._timeout_s = engine, run_dir, timeout_s
+        self._opening = asyncio.Lock()
+        self._clients: list[LoadClient] = []
+
+    async def budget_bytes(self) -> int:
+        """How large it is: the smallest worker's counts."""
+        return min(int(each["budget_bytes"]) for each in await self._call("manylora_residency"))
+
+    async def measure(self, engine_name: str, folder: Path) -> int:
+        """Bytes that a version will take in a worker's memory; its packed form is ready afterwards."""
+        outcomes = await self._ask_all(MEASURE, engine_name, folder)
+        _check(outcomes)
+        return max(outcome.nbytes for outcome in outcomes)
 
     async def load(self, lora_id: int, engine_name: str, folder: Path, make_room: MakeRoom) -> Loaded:
-        """Have every worker read the folder beside its steps, then take in what was read."""
-        await self._call("manylora_prepare", lora_id, engine_name, str(folder))
+        """Have every worker bring a version into its memory, beside its steps; all of them, or none keeps it."""
         try:
-            results = await self._registered(lora_id, make_room)
+            outcomes = await self._loaded(lora_id, engine_name, folder, make_room)
+            _check(outcomes)
         except (ManyloraError, asyncio.CancelledError):
-            await self.drop(lora_id)
+            with contextlib.suppress(ManyloraError):  # the first error says more
+                await self.drop(lora_id)
             raise
-        failed = [result["reason"] for result in results if result["state"] == FAILED]
-        left_out = set.intersection(*(set(result.get("unknown", ())) for result in results))
-        if failed or left_out:
-            await self.drop(lora_id)
-            raise AdapterLoadFailed(failed[0] if failed else f"no such module in this model: {_some(left_out)}")
-        return Loaded(max(result["bytes"] for result in results), max(result["seconds"] for result in results))
+        last = max(outcomes, key=lambda outcome: outcome.seconds)
+        return Loaded(max(outcome.nbytes for outcome in outcomes), last.seconds, last.source)
 
-    async def _registered(self, lora_id: int, make_room: MakeRoom) -> list[dict[str, Any]]:
-        """Each worker's final word on a read, or only of some once one has failed; room is made as long as one has
-        none."""
-        pause_s = _FIRST_POLL_S
-        final: dict[int, dict[str, Any]] = {}
-        started_s = time.monotonic()
-        while True:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-            answers = await self._call("manylora_register", lora_id)
-            for worker, answer in enumerate(answers):
-                if answer["state"] not in {PENDING, FULL}:
-                    final.setdefault(worker, answer)
-            if len(final) == len(answers):
-                return [final[worker] for worker in range(len(answers))]
-            if any(result["state"] == FAILED for result in final.values()):
-                return list(final.values())
-            if any(answer["state"] == FULL for answer in answers):
-                await make_room()
-                pause_s = _FIRST_POLL_S
-            elif time.monotonic() - started_s > self._timeout_s:
-                raise AdapterLoadFailed(f"reading it took longer than {self._timeout_s:g} s")
+    async def connect(self) -> list[LoadClient]:
+        """Each worker's end of the channel; they begin to listen with the first call."""
+        async with self._opening:
+            if not self._clients:
+                paths = await self._call("manylora_listen", str(self._run_dir))
+                self._clients = [LoadClient(Path(path)) for path in paths]
+        return self._clients
+
+    async def close(self) -> None:
+        """End the channel."""
+        for client in self._clients:
+            await client.close()
+
+    async def _loaded(self, lora_id: int, engine_name: str, folder: Path, make_room: MakeRoom) -> list[Outcome]:
+        """Each worker's final word; room is made for those that have none, as long as none has failed."""
+        words = await self._ask_all(lora_id, engine_name, folder)
+        while any(word.state == FULL for word in words) and not any(word.state in _LOST for word in words):
+            await make_room()
+            full = [worker for worker, word in enumerate(words) if word.state == FULL]
+            again = await self._ask_all(lora_id, engine_name, folder, full)
+            for worker, word in zip(full, again, strict=True):
+                words[worker] = word
+        return words
+
+    async def _ask_all(
+        self, lora_id: int, engine_name: str, folder: Path, workers: Sequence[int] | None = None
+    ) -> list[Outcome]:
+        """The word of all workers, or of some."""
+        clients = await self.connect()
+        asked = clients if workers is None else [clients[worker] for worker in workers]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return list(await asyncio.gather(*(each.load(lora_id, engine_name, folder) for each in asked)))
+        except TimeoutError:
+            raise AdapterLoadFailed(f"reading it took longer than {self._timeout_s:g} s") from None
 
     async def drop(self, lora_id: int) -> int:
-        """Drop an adapter everywhere; returns the largest number of bytes that a worker freed."""
+        """Drop an adapter everywhere, once the steps before this have ended; returns the largest number of bytes that a
+        worker freed."""
         return max(await self._call("manylora_forget", lora_id))
 
     async def residency(self) -> dict[str, Any]:
@@ -82,6 +102,22 @@ class WorkerMemory:
             return list(await self._engine.collective_rpc(method, self._timeout_s, args))
         except Exception as error:  # vLLM raises its own errors when the engine has died or does not answer
             raise Unavailable(f"the engine did not answer {method}: {type(error).__name__}") from error
+
+
+_LOST = {FAILED, MISSING}
+
+
+def _check(outcomes: list[Outcome]) -> None:
+    """Raise `AdapterLoadFailed` where a worker failed, or where a module exists on none of them.
+
+    Raises `AdapterNotOnDisk` where one did not find the version: it left the disk tier after the request came.
+    """
+    if any(outcome.state == MISSING for outcome in outcomes):
+        raise AdapterNotOnDisk(next(outcome.reason for outcome in outcomes if outcome.state == MISSING))
+    failed = [outcome.reason for outcome in outcomes if outcome.state == FAILED]
+    left_out = set.intersection(*(set(outcome.unknown) for outcome in outcomes))
+    if failed or left_out:
+        raise AdapterLoadFailed(failed[0] if failed else f"no such module in this model: {_some(left_out)}")
 
 
 def _some(names: set[str], limit: int = 3) -> str:

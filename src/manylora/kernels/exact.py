@@ -72,7 +72,12 @@ def _product(module: Module, slices: Sequence[Factors | None]) -> Product:
         a = a.contiguous()
     rank_ends, column_ends = np.cumsum(ranks).tolist(), np.cumsum(module.widths).tolist()
     parts = [
-        (slice(rank_end - rank, rank_end), slice(column_end - width, column_end), factors[1].float().t())
+        # A table's or head's B may end before its layer does.
+        (
+            slice(rank_end - rank, rank_end),
+            slice(column_end - width, column_end - width + factors[1].shape[0]),
+            factors[1].float().t(),
+        )
         for factors, rank, rank_end, width, column_end in zip(
             slices, ranks, rank_ends, module.widths, column_ends, strict=True
         )

@@ -1,6 +1,6 @@
 """The adapter pool: one allocation in device memory, and the adapters that lie in its pages.
 
-Owns pages and tables; knows nothing of who asks and when. Not thread-safe: one thread, the step loop's, changes it.
+Owns pages and tables; knows nothing of who asks and when. Not thread-safe, but for `fill`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from manylora.errors import Unavailable
+from manylora.kernels.extents import Extents
 from manylora.kernels.packing import PackedAdapter
 from manylora.kernels.pages import ROWS, ZERO_PAGE, Layout
 
@@ -63,10 +64,13 @@ class AdapterPool:
         return len(self._free)
 
     def place(self, packed: PackedAdapter) -> Placed:
-        """Copy an adapter in, on the current stream. Raises `PoolFull`, and has changed nothing then.
+        """Reserve and fill on the current stream. Raises `PoolFull`, and has changed nothing then."""
+        placed = self.reserve(packed)
+        self.fill(placed, packed)
+        return placed
 
-        The pages in use by a step that was begun earlier on this stream are read before they can change.
-        """
+    def reserve(self, packed: PackedAdapter) -> Placed:
+        """Pages and a table for an adapter, without content yet. Raises `PoolFull`, and has changed nothing then."""
         needed = packed.images.shape[0]
         if needed == 0:
             return Placed(0, 0, ())
@@ -81,48 +85,27 @@ class AdapterPool:
         table = self._entries.take(length)
         if table is None:
             raise PoolFull("the pool's table has no room for another adapter")
-        taken = torch.tensor([self._free.pop() for _ in range(needed)], dtype=torch.int64)
-        entries = torch.zeros(length, dtype=torch.int32)
+        return Placed(table, packed.rank_blocks, tuple(self._free.pop() for _ in range(needed)))
+
+    def fill(self, placed: Placed, packed: PackedAdapter) -> None:
+        """Copy an adapter into what was reserved for it, on the current stream; in any thread.
+
+        No step that may still run on another stream must name these pages: whoever freed them sees to that.
+        """
+        if not placed.pages:
+            return
+        taken = torch.tensor(placed.pages, dtype=torch.int64)
+        entries = torch.zeros(placed.rank_blocks * self.layout.entries_per_block, dtype=torch.int32)
         entries[packed.entries] = taken.to(torch.int32)
         device = self.pages.device
         index = taken.to(device)
         chunk = max(1, _COPY_BYTES // self.page_bytes)
-        for first in range(0, needed, chunk):
+        for first in range(0, len(placed.pages), chunk):
             images = packed.images[first : first + chunk].to(device, non_blocking=True)
             self.pages.index_copy_(0, index[first : first + chunk], images)
-        self.table[table : table + length] = entries.to(device)
-        return Placed(table, packed.rank_blocks, tuple(taken.tolist()))
+        self.table[placed.table : placed.table + len(entries)] = entries.to(device)
 
     def remove(self, placed: Placed) -> None:
         """Give an adapter's pages back. No step that may still run must name it."""
         self._free.extend(reversed(placed.pages))
         self._entries.give_back(placed.table, placed.rank_blocks * self.layout.entries_per_block)
-
-
-class Extents:
-    """Ranges of a line of `size` places, first fit, neighbours joined."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._free = [(0, size)]
-
-    def take(self, length: int) -> int | None:
-        """The start of a free range of `length`, now taken; None where no single range is that long."""
-        if length == 0:
-            return 0
-        for index, (start, room) in enumerate(self._free):
-            if room >= length:
-                self._free[index : index + 1] = [(start + length, room - length)] if room > length else []
-                return start
-        return None
-
-    def give_back(self, start: int, length: int) -> None:
-        if length == 0:
-            return
-        joined: list[tuple[int, int]] = []
-        for begin, room in sorted([*self._free, (start, length)]):
-            if joined and joined[-1][0] + joined[-1][1] == begin:
-                joined[-1] = (joined[-1][0], joined[-1][1] + room)
-            else:
-                joined.append((begin, room))
-        self._free = joined

@@ -1,11 +1,15 @@
 """All adapters that a worker can compute with, by id: in the pool of a GPU, or as they are multiplied on a CPU.
 
-A store takes adapters that were packed beside the step loop, and refuses what does not fit. Its methods but `pack`
-belong to the step loop's thread.
+A store takes adapters that were packed elsewhere, and refuses what does not fit. `place` runs in any thread, beside
+the steps: an adapter is there for them once all of it is. `remove` belongs to the step loop's thread.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,12 +17,17 @@ import numpy as np
 import torch
 
 from manylora.errors import Unavailable
-from manylora.kernels.exact import ExactAdapter, pack_exact
-from manylora.kernels.packing import Ints, PackedAdapter, Weights, pack
+from manylora.kernels.exact import ExactAdapter
+from manylora.kernels.packing import Ints, PackedAdapter
 from manylora.kernels.pages import Layout, Module
 from manylora.kernels.pool import AdapterPool, Placed, PoolFull
 
+log = logging.getLogger(__name__)
+
 Packed = PackedAdapter | ExactAdapter
+
+_PINNED_PIECE_BYTES = 16 << 20
+_PIN_PAUSE_S = 0.002
 
 
 class AdapterStore(Protocol):
@@ -33,14 +42,14 @@ class AdapterStore(Protocol):
     @property
     def used_bytes(self) -> int: ...
 
-    def pack(self, weights: Weights) -> Packed:
-        """An adapter in the form that `place` takes; in any thread."""
-
     def place(self, lora_id: int, packed: Any) -> None:
         """Take an adapter in. Raises `PoolFull`, or `Unavailable` where it can never fit; nothing has changed then."""
 
     def remove(self, lora_id: int) -> int:
         """Give up an adapter; returns the bytes freed (0 if it was not there)."""
+
+    def pin(self, memory: mmap.mmap) -> None:
+        """Have copies from `memory`, which lies in this process, made as fast as they can be; returns at once."""
 
 
 class PagedStore:
@@ -58,6 +67,9 @@ class PagedStore:
         """How many adapters change each module."""
         self._placed: dict[int, tuple[Placed, Ints]] = {}
         self._free_slots = list(range(1023, -1, -1))
+        self._lock, self._filling = threading.Lock(), threading.Lock()
+        self._copies = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+        self._removed: torch.cuda.Event | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -67,27 +79,54 @@ class PagedStore:
     def used_bytes(self) -> int:
         return int(self.budget_bytes - self.pool.free_pages * self.pool.page_bytes)
 
-    def pack(self, weights: Weights) -> PackedAdapter:
-        return pack(self.pool.layout, weights, self.pool.pages.dtype, pin=self.pool.pages.is_cuda)
-
     def place(self, lora_id: int, packed: PackedAdapter) -> None:
         _require_room(packed.nbytes, self.budget_bytes)
-        placed = self.pool.place(packed)
-        slot = self._take_slot()
-        self.slots[lora_id], self._placed[lora_id] = slot, (placed, packed.modules)
-        self.users[packed.modules] += 1
-        self.tables[slot], self.rank_blocks[slot] = placed.table, placed.rank_blocks
-        self.version += 1
+        with self._lock:
+            placed = self.pool.reserve(packed)
+        try:
+            self._fill(placed, packed)
+        except BaseException:
+            with self._lock:
+                self.pool.remove(placed)
+            raise
+        with self._lock:
+            slot = self._take_slot()
+            self.tables[slot], self.rank_blocks[slot] = placed.table, placed.rank_blocks
+            self.users[packed.modules] += 1
+            self.slots[lora_id], self._placed[lora_id] = slot, (placed, packed.modules)
+            self.version += 1
+
+    def _fill(self, placed: Placed, packed: PackedAdapter) -> None:
+        """Copy beside the steps, and return once all of it is there."""
+        if self._copies is None:
+            self.pool.fill(placed, packed)
+            return
+        with self._filling, torch.cuda.stream(self._copies):
+            if self._removed is not None:
+                self._copies.wait_event(self._removed)
+            self.pool.fill(placed, packed)
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()
 
     def remove(self, lora_id: int) -> int:
-        if lora_id not in self._placed:
-            return 0
-        placed, modules = self._placed.pop(lora_id)
-        self.pool.remove(placed)
-        self.users[modules] -= 1
-        self._free_slots.append(self.slots.pop(lora_id))
-        self.version += 1
-        return int(len(placed.pages) * self.pool.page_bytes)
+        with self._lock:
+            if lora_id not in self._placed:
+                return 0
+            placed, modules = self._placed.pop(lora_id)
+            if self._copies is not None:
+                # Steps that were begun read these pages to the end of what this stream has to do now.
+                self._removed = torch.cuda.Event()
+                self._removed.record()
+            self.pool.remove(placed)
+            self.users[modules] -= 1
+            self._free_slots.append(self.slots.pop(lora_id))
+            self.version += 1
+            return int(len(placed.pages) * self.pool.page_bytes)
+
+    def pin(self, memory: mmap.mmap) -> None:
+        if self._copies is not None:
+            threading.Thread(target=pin_memory, args=(memory,), name="manylora-pin", daemon=True).start()
 
     def _take_slot(self) -> int:
         if not self._free_slots:
@@ -107,26 +146,44 @@ class ExactStore:
         self.version = 0
         self.adapters: dict[int, ExactAdapter] = {}
         self.budget_bytes = budget_bytes
+        self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
         return sum(adapter.nbytes for adapter in self.adapters.values())
 
-    def pack(self, weights: Weights) -> ExactAdapter:
-        return pack_exact(self.modules, weights)
-
     def place(self, lora_id: int, packed: ExactAdapter) -> None:
         _require_room(packed.nbytes, self.budget_bytes)
-        free = self.budget_bytes - self.used_bytes
-        if packed.nbytes > free:
-            raise PoolFull(f"the adapter needs {packed.nbytes} bytes, and {free} are free")
-        self.adapters[lora_id] = packed
-        self.version += 1
+        with self._lock:
+            free = self.budget_bytes - self.used_bytes
+            if packed.nbytes > free:
+                raise PoolFull(f"the adapter needs {packed.nbytes} bytes, and {free} are free")
+            self.adapters[lora_id] = packed
+            self.version += 1
+
+    def pin(self, memory: mmap.mmap) -> None:
+        """Nothing copies to a device here."""
 
     def remove(self, lora_id: int) -> int:
-        adapter = self.adapters.pop(lora_id, None)
-        self.version += adapter is not None
-        return 0 if adapter is None else adapter.nbytes
+        with self._lock:
+            adapter = self.adapters.pop(lora_id, None)
+            self.version += adapter is not None
+            return 0 if adapter is None else adapter.nbytes
+
+
+def pin_memory(memory: mmap.mmap) -> None:
+    """Let the device copy from `memory` by itself. In pieces, with pauses: the driver serves nobody else meanwhile.
+
+    Memory that cannot be pinned (a limit of the system's, say) is copied from all the same, more slowly.
+    """
+    runtime = torch.cuda.cudart()
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    for first in range(0, len(memory), _PINNED_PIECE_BYTES):
+        error = runtime.cudaHostRegister(address + first, min(_PINNED_PIECE_BYTES, len(memory) - first), 0)
+        if int(error) != 0:
+            log.warning("host memory of adapters is pinned up to %d of %d bytes", first, len(memory))
+            return
+        time.sleep(_PIN_PAUSE_S)
 
 
 def _require_room(needed: int, budget: int) -> None:

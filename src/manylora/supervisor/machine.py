@@ -1,4 +1,4 @@
-"""One machine's processes as a whole: engine and gateway from start to stop, and the signals that a person sends."""
+"""One machine's processes as a whole, from start to stop, and the signals that a person sends."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Plan:
     engine: ChildSpec
     gateway: ChildSpec
     url: str
+    agent: ChildSpec | None = None
+    """Without one the engine's workers pack adapters themselves."""
     restart: RestartPolicy = field(default_factory=RestartPolicy)
 
 
@@ -46,6 +48,8 @@ class _Machine:
         self._engine = Keeper(plan.engine, plan.restart, listener, lock_fd, self._end_strays)
         self._gateway = Keeper(plan.gateway, plan.restart, listener, lock_fd, self._end_strays)
         self._keepers = [self._gateway, self._engine]
+        if plan.agent is not None:
+            self._keepers.append(Keeper(plan.agent, plan.restart, listener, lock_fd, self._end_strays))
         self._asked = asyncio.Event()
         self._hurried = asyncio.Event()
         self._status = 0
@@ -79,9 +83,9 @@ class _Machine:
             self._asked.set()
 
     async def _announce(self) -> None:
-        """Show the start until both children have been healthy; return when a person asks for the end."""
+        """Show the start until all children have been healthy; return when a person asks for the end."""
         started_s = time.monotonic()
-        while not (self._engine.was_ready.is_set() and self._gateway.was_ready.is_set()):
+        while not all(keeper.was_ready.is_set() for keeper in self._keepers):
             self._listener.waiting(time.monotonic() - started_s, self._engine.last_log_line())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), _TICK_S)
@@ -90,7 +94,7 @@ class _Machine:
         await self._asked.wait()
 
     async def _stop(self, running: list[asyncio.Task[None]]) -> None:
-        """Gateway first, so that it can finish answers; then the engine; then whatever is left, by force."""
+        """Gateway first, so that it can finish answers; then engine and agent; then whatever is left, by force."""
         self._listener.stopping()
         hurried = asyncio.ensure_future(self._hurried.wait())
         stopping = asyncio.ensure_future(self._stop_in_order(running))

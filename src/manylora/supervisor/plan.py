@@ -1,4 +1,4 @@
-"""From settings and flags to the two children of a machine."""
+"""From settings and flags to the children of a machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from manylora.supervisor.run_dir import RunDir
 
 GATEWAY_GRACE_S = 2.5
 ENGINE_GRACE_S = 4.0
+AGENT_GRACE_S = 1.0
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104
 
 
@@ -24,6 +25,7 @@ def make(settings: Settings, run_dir: RunDir, model: str, base_model: str, flags
     return Plan(
         engine=_engine(settings, run_dir, model, base_model, flags),
         gateway=_gateway(settings, run_dir, base_model),
+        agent=_agent(settings, run_dir),
         url=public_url(settings.host, settings.port),
     )
 
@@ -59,6 +61,7 @@ def _engine(settings: Settings, run_dir: RunDir, model: str, base_model: str, fl
         disk_tier=settings.disk_tier,
         served_model_name=base_model,
         adapter_memory=settings.adapter_memory,
+        agent_socket=run_dir.agent_socket,
         vllm_args=flags,
         env=settings.child_env(),
     )
@@ -70,6 +73,19 @@ def _engine(settings: Settings, run_dir: RunDir, model: str, base_model: str, fl
         probe=unix_probe(run_dir.engine_socket, "/health"),
         grace_s=ENGINE_GRACE_S,
         socket=run_dir.engine_socket,
+    )
+
+
+def _agent(settings: Settings, run_dir: RunDir) -> ChildSpec:
+    flags = ("--socket", str(run_dir.agent_socket), "--http-socket", str(run_dir.agent_http_socket), "--own-session")
+    return ChildSpec(
+        name="agent",
+        argv=(sys.executable, "-P", "-m", "manylora.agent", *flags),
+        env=settings.child_env(),
+        log=run_dir.log("agent"),
+        probe=unix_probe(run_dir.agent_http_socket, "/healthz"),
+        grace_s=AGENT_GRACE_S,
+        socket=run_dir.agent_socket,
     )
 
 

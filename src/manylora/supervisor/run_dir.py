@@ -30,6 +30,16 @@ class RunDir:
         """Where the engine listens."""
         return self.path / "engine.sock"
 
+    @property
+    def agent_socket(self) -> Path:
+        """Where the agent listens for engines' workers."""
+        return self.path / "agent.sock"
+
+    @property
+    def agent_http_socket(self) -> Path:
+        """Where the agent tells how it is."""
+        return self.path / "agent-http.sock"
+
     def log(self, child: str) -> Path:
         """Where a child's output goes."""
         return self.path / f"{child}.log"
@@ -51,10 +61,11 @@ def owned(path: Path, *, previous_run_limit_s: float = PREVIOUS_RUN_LIMIT_S) -> 
 
 def _make(path: Path) -> None:
     run_dir = RunDir(path, -1)
-    size = len(os.fsencode(run_dir.engine_socket))
+    # A worker's own socket is named by its process; no name is longer than this one.
+    size = len(os.fsencode(run_dir.agent_http_socket))
     if size > SOCKET_PATH_MAX_BYTES:
         raise InvalidSettings(
-            f"the socket path {run_dir.engine_socket} has {size} bytes; the system allows {SOCKET_PATH_MAX_BYTES}",
+            f"the socket path {run_dir.agent_http_socket} has {size} bytes; the system allows {SOCKET_PATH_MAX_BYTES}",
             "set MANYLORA_RUN_DIR to a folder with a shorter path",
         )
     try:

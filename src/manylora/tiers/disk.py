@@ -57,6 +57,8 @@ class DiskTier:
         Threads that ask for the same digest share one download, and its error if it fails.
         """
         if (folder := self.path(digest)) is not None:
+            with contextlib.suppress(OSError):
+                os.utime(folder)  # whoever keeps the disk within a budget deletes what was used longest ago
             return folder
         with self._lock:
             flight = self._flights.get(digest)

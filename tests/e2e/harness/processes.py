@@ -14,11 +14,13 @@ GATEWAY = "gateway"
 API_SERVER = "api-server"
 ENGINE_CORE = "engine-core"
 WORKER = "worker"
+AGENT = "agent"
 GUARD = "guard"
 # A guard's command line repeats that of the child it watches, so it comes first.
 _MARKS = (
     (GUARD, "manylora.supervisor.guard"),
     (GATEWAY, "manylora.gateway"),
+    (AGENT, "manylora.agent"),
     (API_SERVER, "vllm.entrypoints"),
     (API_SERVER, "VLLM::APIServer"),
     (ENGINE_CORE, "EngineCore"),
@@ -78,12 +80,15 @@ def kill_hard(pids: Iterable[int]) -> None:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Memory that these processes hold: the sum of proportional set sizes, so shared pages count once."""
+    """Memory that these processes hold: the sum of proportional set sizes, so shared pages count once.
+
+    Without shared memory: the agent's is bounded by its budget, whoever reads in it.
+    """
     total = 0
     for pid in pids:
         for line in _read(pid, "smaps_rollup").splitlines():
-            if line.startswith(b"Pss:"):
-                total += int(line.split()[1]) * 1024
+            sign = {b"Pss:": 1, b"Pss_Shmem:": -1}.get(line.split()[0], 0) if line else 0
+            total += sign * int(line.split()[1]) * 1024 if sign else 0
     return total
 
 

@@ -210,10 +210,11 @@ class StackHolder:
 
     def stopped(self) -> Stack:
         """The stack with nothing running on its home."""
-        stack = self.running() if self._stack is None else self._stack
-        if stack.is_running():
-            stack.stop()
-        return stack
+        if self._stack is None:
+            self._stack = create_stack(self.zoo)
+        if self._stack.is_running():
+            self._stack.stop()
+        return self._stack
 
     def end(self) -> None:
         if self._stack is not None:

@@ -1,0 +1,8 @@
+"""Folders of adapters come from tests/staging."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "staging")]

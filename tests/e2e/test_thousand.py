@@ -1,0 +1,173 @@
+"""A thousand adapters over little memory of every kind, some more asked than others; and an agent that dies again and
+again meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from harness import processes, recipes
+from harness.asking import ask_right, async_client, question
+from harness.crowd import variant
+from harness.stack import TENANT, Stack, StackHolder, create_stack
+from harness.zoo import Zoo
+
+from manylora.tiers.admission import PATIENCE_S
+
+ADAPTERS = 1000
+PACKED_BYTES = 1_400_000
+ON_HOST, IN_MEMORY = 100, 16
+REQUESTS = 1200
+STREAMS = 8
+KILLS = 20
+HOLD_S = 10.0
+"""Far above what a request of this test takes: D of the bound on waits (docs/architecture.md)."""
+
+
+@pytest.fixture(scope="module")
+def small_stack(holder: StackHolder, zoo: Zoo) -> Iterator[Stack]:
+    """Adapter memory for 16, host memory for 100, and a disk budget that all of them pass."""
+    holder.stopped()
+    stack = create_stack(zoo, "--max-loras", "1024", "--max-cpu-loras", "1024")
+    stack.env |= {
+        "MANYLORA_ADAPTER_MEMORY": str(IN_MEMORY * PACKED_BYTES),
+        "MANYLORA_HOST_MEMORY": str(ON_HOST * PACKED_BYTES),
+        "MANYLORA_DISK_BUDGET": str(4 * ON_HOST * PACKED_BYTES),
+    }
+    try:
+        stack.start()
+        yield stack
+    finally:
+        stack.end()
+
+
+@pytest.fixture(scope="module")
+def published(small_stack: Stack, zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The recipe of each of the thousand."""
+    folder = tmp_path_factory.mktemp("thousand")
+    made = [recipes.FLEET[number % len(recipes.FLEET)].name for number in range(ADAPTERS)]
+    for number, recipe in enumerate(made):
+        small_stack.publish_folder(variant(zoo, recipe, number, folder), f"{TENANT}/t{number}")
+    return made
+
+
+def zipf(count: int, seed: int) -> list[int]:
+    """Numbers of adapters; the k-th is asked in proportion to 1 / k."""
+    chance = random.Random(seed)
+    return chance.choices(range(ADAPTERS), [1 / (1 + number) for number in range(ADAPTERS)], k=count)
+
+
+async def test_a_thousand_adapters_over_little_memory(
+    small_stack: Stack, zoo: Zoo, published: list[str], record_figures: Callable[[str, object], None]
+) -> None:
+    engine = small_stack.engine_pids()
+    waits: list[float] = []
+    sizes: list[int] = []
+    async with async_client(small_stack) as client:
+        turn = iter(zipf(REQUESTS, 1))
+
+        async def stream() -> None:
+            for number in turn:
+                began = time.monotonic()
+                asked = question(published[number], zoo.fleet_prompt(published[number]), model=f"{TENANT}/t{number}")
+                await ask_right(client, asked)
+                waits.append(time.monotonic() - began)
+                if len(waits) % (REQUESTS // 8) == 0:
+                    sizes.append(await asyncio.to_thread(processes.resident_bytes, engine))
+
+        await asyncio.gather(*(stream() for _ in range(STREAMS)))
+    assert small_stack.engine_pids() == engine
+    half = sizes[len(sizes) // 2 :]
+    figures = {
+        "requests": len(waits),
+        "distinct": len(set(zipf(REQUESTS, 1))),
+        "engine_mb": [size >> 20 for size in sizes],
+        "longest_request_s": round(max(waits), 2),
+        "loads": small_stack.engine_metric("manylora:adapter_loads_total"),
+        "evictions": small_stack.engine_metric("manylora:adapter_evictions_total"),
+    }
+    record_figures("a_thousand_adapters", figures)
+    assert len(small_stack.residency()) <= IN_MEMORY
+    assert max(half) <= 1.05 * min(half)
+    # Place in line is at most that of the other streams.
+    assert max(waits) <= PATIENCE_S + STREAMS * HOLD_S
+
+
+async def test_an_agent_that_dies_harms_nobody(
+    small_stack: Stack, zoo: Zoo, published: list[str], record_figures: Callable[[str, object], None]
+) -> None:
+    """Killed twenty times under load: every answer is right, and the engine lives."""
+    engine = small_stack.engine_pids()
+    chance, killed, answered, done = random.Random(3), 0, 0, asyncio.Event()
+
+    async def stream(seed: int) -> None:
+        nonlocal answered
+        async with async_client(small_stack) as client:
+            numbers = iter(zipf(100_000, seed))
+            while not done.is_set():
+                number = next(numbers)
+                asked = question(published[number], zoo.fleet_prompt(published[number]), model=f"{TENANT}/t{number}")
+                await ask_right(client, asked)
+                answered += 1
+
+    async def killer() -> None:
+        nonlocal killed
+        try:
+            while killed < KILLS:
+                await asyncio.sleep(0.5 + chance.random())
+                for process in small_stack.by_role(processes.AGENT):
+                    processes.kill_hard([process.pid])
+                    killed += 1
+        finally:
+            done.set()
+
+    await asyncio.gather(killer(), *(stream(seed) for seed in range(10, 14)))
+    record_figures("agent_killed", {"kills": killed, "answers": answered})
+    assert small_stack.engine_pids() == engine
+
+
+async def test_damaged_packed_files_are_made_anew(small_stack: Stack, zoo: Zoo, published: list[str]) -> None:
+    """Cut off, overwritten or gone: adapters that must come from them answer rightly all the same."""
+    chance = random.Random(4)
+    engine = small_stack.engine_pids()
+    packed = small_stack.settings.disk_tier / ".packed"
+    async with async_client(small_stack) as client:
+        for number in range(60):
+            for path in sorted(packed.glob("*/*")):
+                kind = chance.randrange(6)
+                if kind == 0:
+                    with path.open("r+b") as file:
+                        file.truncate(chance.randrange(path.stat().st_size))
+                elif kind == 1:
+                    with path.open("r+b") as file:
+                        file.seek(chance.randrange(path.stat().st_size))
+                        file.write(b"\xff\x00\xff")
+                elif kind == 2:
+                    path.unlink()
+            asked = question(published[number], zoo.fleet_prompt(published[number]), model=f"{TENANT}/t{number}")
+            await ask_right(client, asked)
+    assert small_stack.engine_pids() == engine
+
+
+async def test_folders_that_vanish_under_the_engine_are_fetched_again(
+    small_stack: Stack, zoo: Zoo, published: list[str]
+) -> None:
+    """Versions in use included: what is in memory answers, what is not comes back from the object store."""
+    tier = small_stack.settings.disk_tier
+    async with async_client(small_stack) as client:
+
+        async def ask(number: int) -> None:
+            asked = question(published[number], zoo.fleet_prompt(published[number]), model=f"{TENANT}/t{number}")
+            await ask_right(client, asked)
+
+        for number in range(100, 112):
+            asking = asyncio.create_task(ask(number))
+            await asyncio.sleep(0.03)
+            for path in tier.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
+            await asking
+            await ask(number)

@@ -1,0 +1,8 @@
+"""Tests here and in tests/agent share `peft_folders`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
