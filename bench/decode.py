@@ -18,6 +18,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -337,4 +338,6 @@ def _write_loads(output: Path, bench: Bench, tier: loads.Tier | None, agent: loa
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # threads of the engine and its loads would keep the process

@@ -119,6 +119,17 @@ async def test_the_channel_is_opened_once(engine: Any) -> None:
     assert [method for method, _ in one.calls] == ["manylora_listen"]
 
 
+async def test_loads_that_come_together_share_one_connection(tmp_path: Path) -> None:
+    """With several, the loads of all but one would fail as soon as the others' readers are collected."""
+    path = tmp_path / "w.sock"
+    server = LoadServer(path, lambda load: msgspec.structs.replace(ready(), number=load.number))
+    client = load_channel.LoadClient(path)
+    outcomes = await asyncio.gather(*(client.load(n, "a/b@v1-0", Path("/tier/x")) for n in range(1, 20)))
+    assert {outcome.state for outcome in outcomes} == {READY}
+    assert server.connections == 1
+    await client.close()
+
+
 async def test_the_largest_and_the_slowest_worker_count(engine: Any) -> None:
     two = engine([ready(100, 0.5, source="folder")], [ready(300, 0.2)])
     assert await load(two, Room()) == Loaded(300, 0.5, "folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
@@ -22,6 +23,8 @@ class Arena:
         self.descriptor = os.memfd_create("manylora-adapters", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, self.size_bytes)
         self._memory = mmap.mmap(self.descriptor, self.size_bytes)
+        with contextlib.suppress(OSError):  # where the system gives large pages to shared memory, pinning is faster
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._extents = Extents(self.size_bytes // PAGE_BYTES)
         self.used_bytes = 0
 

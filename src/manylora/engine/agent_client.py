@@ -6,6 +6,7 @@ found again by the next load; what was mapped from its memory stays readable unt
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import os
@@ -159,6 +160,8 @@ class AgentClient:
         with self._lock:
             if self._mapped is None or self._mapped[0] != welcome.agent:
                 memory = mmap.mmap(descriptor, welcome.memory_bytes)
+                with contextlib.suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
                 self._mapped = (welcome.agent, memory)
                 try:
                     self._on_map(memory)

@@ -66,6 +66,7 @@ class LoadServer:
 
     def __init__(self, path: Path, handle: Handle, prepare_thread: Callable[[], None] = lambda: None) -> None:
         self.path = path
+        self.connections = 0
         self._handle = handle
         self._pool = ThreadPoolExecutor(PARALLEL_LOADS, "manylora-load", initializer=prepare_thread)
         with contextlib.suppress(FileNotFoundError):
@@ -83,6 +84,7 @@ class LoadServer:
     def _accept(self) -> None:
         while True:
             connection, _ = self._socket.accept()
+            self.connections += 1
             threading.Thread(target=self._serve, args=(connection,), name="manylora-loads", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -110,11 +112,12 @@ class LoadClient:
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
         self._last = 0
+        self._connecting = asyncio.Lock()
         self._reader_task: asyncio.Task[None] | None = None
 
     async def load(self, lora_id: int, engine_name: str, folder: Path) -> Outcome:
         """Have the worker load; its word on it. Raises `Unavailable` where the worker does not answer."""
-        writer = self._writer or await self._connect()
+        writer = await self._connected()
         self._last += 1
         number = self._last
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -130,6 +133,10 @@ class LoadClient:
         if self._reader_task is not None:
             self._reader_task.cancel()
             await asyncio.gather(self._reader_task, return_exceptions=True)
+
+    async def _connected(self) -> asyncio.StreamWriter:
+        async with self._connecting:  # loads that come together share one connection
+            return self._writer or await self._connect()
 
     async def _connect(self) -> asyncio.StreamWriter:
         try:

@@ -70,6 +70,7 @@ class PagedStore:
         self._lock, self._filling = threading.Lock(), threading.Lock()
         self._copies = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
         self._removed: torch.cuda.Event | None = None
+        self._pinned = PinnedMemory(self._filling)
 
     @property
     def budget_bytes(self) -> int:
@@ -126,7 +127,7 @@ class PagedStore:
 
     def pin(self, memory: mmap.mmap) -> None:
         if self._copies is not None:
-            threading.Thread(target=pin_memory, args=(memory,), name="manylora-pin", daemon=True).start()
+            threading.Thread(target=self._pinned.take, args=(memory,), name="manylora-pin", daemon=True).start()
 
     def _take_slot(self) -> int:
         if not self._free_slots:
@@ -171,19 +172,42 @@ class ExactStore:
             return 0 if adapter is None else adapter.nbytes
 
 
-def pin_memory(memory: mmap.mmap) -> None:
-    """Let the device copy from `memory` by itself. In pieces, with pauses: the driver serves nobody else meanwhile.
+class PinnedMemory:
+    """Memory from which a device copies by itself: one mapping at a time, the last that was given.
 
-    Memory that cannot be pinned (a limit of the system's, say) is copied from all the same, more slowly.
+    In pieces, with pauses: the driver serves nobody else meanwhile. What cannot be pinned (a limit of the system's,
+    say) is copied from all the same, more slowly.
     """
-    runtime = torch.cuda.cudart()
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    for first in range(0, len(memory), _PINNED_PIECE_BYTES):
-        error = runtime.cudaHostRegister(address + first, min(_PINNED_PIECE_BYTES, len(memory) - first), 0)
-        if int(error) != 0:
-            log.warning("host memory of adapters is pinned up to %d of %d bytes", first, len(memory))
-            return
-        time.sleep(_PIN_PAUSE_S)
+
+    def __init__(self, copying: threading.Lock) -> None:
+        """`copying` is held while anybody copies."""
+        self._copying = copying
+        self._pieces: list[int] = []
+        self._memory: mmap.mmap | None = None
+        self._turn = threading.Lock()
+
+    def take(self, memory: mmap.mmap) -> None:
+        """Let go of the mapping before, and pin this one; returns when that is done."""
+        with self._turn:
+            self._let_go()
+            self._memory = memory
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            for first in range(0, len(memory), _PINNED_PIECE_BYTES):
+                nbytes = min(_PINNED_PIECE_BYTES, len(memory) - first)
+                if int(torch.cuda.cudart().cudaHostRegister(address + first, nbytes, 0)) != 0:
+                    log.warning("host memory of adapters is pinned up to %d of %d bytes", first, len(memory))
+                    return
+                self._pieces.append(address + first)
+                time.sleep(_PIN_PAUSE_S)
+        log.info("%d bytes of host memory are pinned", len(memory))
+
+    def _let_go(self) -> None:
+        """A copy that is under way may read the old memory: it ends first."""
+        with self._copying:
+            for address in self._pieces:
+                torch.cuda.cudart().cudaHostUnregister(address)
+            self._pieces.clear()
+            self._memory = None
 
 
 def _require_room(needed: int, budget: int) -> None:
