@@ -29,6 +29,7 @@ import loads
 RESULT = Path(__file__).parent / "results" / "h200-decode.json"
 LOADS_RESULT = RESULT.with_name("h200-loads.json")
 ADAPTER_MEMORY = "22GiB"
+FEW_GRAPHS = (1, 8, 32, 64, 96, 128, 160, 192, 224, 256)
 CROWD_BYTES = 11 << 30
 """What stock vLLM takes for 32 slots of rank 64."""
 HIDDEN, INTERMEDIATE, LAYERS, KV, VOCABULARY = 4096, 14336, 32, 1024, 128256
@@ -130,7 +131,7 @@ def write_tuned(folder: Path) -> None:
 class Bench:
     """One engine and the clock."""
 
-    def __init__(self, root: Path, engine: str) -> None:
+    def __init__(self, root: Path, engine: str, graphs: Sequence[int] | None = None) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -153,6 +154,8 @@ class Bench:
             "max_cpu_loras": max(self.slots, 160),
             "max_lora_rank": max(RANKS),
         }
+        if graphs is not None:
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": list(graphs)}
         if engine == "manylora":
             arguments["worker_extension_cls"] = "manylora.engine.worker.AdapterWorker"
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -224,6 +227,19 @@ class Bench:
         self.rows.append(row)
         print("ROW", json.dumps(row), flush=True)
 
+    def warm_up(self) -> None:
+        """Load 32 adapters, decode with them, and read prompts with and without adapters in turn."""
+        mixed = [self.adapter(1 + i, rank) for i, rank in enumerate(self.mixed_ranks(STOCK_SLOTS))]
+        for adapter in mixed:
+            self.engine.add_lora(adapter)
+        self.has_adapters = True
+        for number in range(64):
+            self.add(mixed[number % 32] if number % 2 else None, TOKENS_IN, 16)
+        self.drain()
+        for _ in range(2):
+            self.prefill(())
+            self.prefill(mixed[:PREFILL_ADAPTERS])
+
     def run(self, streams: Sequence[int], counts: Sequence[int]) -> None:
         import torch
 
@@ -268,9 +284,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--adapters", type=int, nargs="+", default=ADAPTERS)
     parser.add_argument("--loads", action="store_true", help="measure loads as well")
+    parser.add_argument("--loads-only", action="store_true", help="measure loads, prompts, and nothing else")
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--loads-output", type=Path, default=LOADS_RESULT)
     args = parser.parse_args(argv)
+    args.loads = args.loads or args.loads_only
     if args.command == "adapters":
         make_adapters(args.root)
         return 0
@@ -303,9 +321,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 agent.start()
                 stack.callback(agent.end)
                 os.environ["MANYLORA_ENGINE_AGENT_SOCKET"] = str(agent.socket)
-        bench = Bench(args.root, args.engine)
-        bench.run(args.streams, args.adapters)
-        _write(args.output, args.engine, bench, torch.cuda.get_device_name(), vllm.__version__, manylora.__version__)
+        bench = Bench(args.root, args.engine, FEW_GRAPHS if args.loads_only else None)
+        if args.loads_only:
+            bench.warm_up()
+        else:
+            bench.run(args.streams, args.adapters)
+        if not args.loads_only:
+            _write(
+                args.output, args.engine, bench, torch.cuda.get_device_name(), vllm.__version__, manylora.__version__
+            )
         if args.loads:
             _write_loads(args.loads_output, bench, tier, agent)
     print("NOTES", json.dumps(bench.notes), flush=True)
@@ -330,7 +354,7 @@ def _write_loads(output: Path, bench: Bench, tier: loads.Tier | None, agent: loa
         loads.check(bench, tier, agent)
         result["rows"] += loads.manylora_loads(bench, tier, agent, RANKS)
         output.write_text(json.dumps(result, indent=2) + "\n")
-        for number in range(1, 1 + max(ADAPTERS)):
+        for number in bench.engine.list_loras():
             bench.engine.remove_lora(number)
         result["crowd"][bench.name] = loads.Crowd(bench, tier, agent, CROWD_BYTES).run()
         print("CROWD", json.dumps(result["crowd"]), flush=True)

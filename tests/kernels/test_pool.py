@@ -12,7 +12,7 @@ from manylora.errors import Unavailable  # noqa: E402
 from manylora.kernels.extents import Extents  # noqa: E402
 from manylora.kernels.packing import Factors, pack  # noqa: E402
 from manylora.kernels.pages import ZERO_PAGE, Layout, Module  # noqa: E402
-from manylora.kernels.pool import AdapterPool, Placed, PoolFull  # noqa: E402
+from manylora.kernels.pool import AdapterPool, Placed, PoolFull, copy_in_pieces  # noqa: E402
 
 MODULES = (Module("qkv", 256, (256, 64, 64)), Module("down", 704, (256,)))
 Adapter = dict[int, list[Factors | None]]
@@ -125,3 +125,17 @@ def test_extents_join_again() -> None:
     for start, length in held:
         extents.give_back(start, length)
     assert extents.take(100) == 0
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 100, 4096, 1 << 24])
+def test_a_copy_in_pieces_is_whole_wherever_it_begins(piece_bytes: int) -> None:
+    memory = torch.randint(0, 255, (5000,), dtype=torch.uint8)
+    for first in (0, 1, 63, 64, 65, 1000):
+        source = memory[first : first + 3001]
+        target = torch.zeros(3001, dtype=torch.uint8)
+        copy_in_pieces(target, source, piece_bytes)
+        assert torch.equal(target, source)
+    images = torch.randn(7, 8, 64, dtype=torch.bfloat16)
+    arrived = torch.empty_like(images)
+    copy_in_pieces(arrived, images, piece_bytes)
+    assert torch.equal(arrived, images)

@@ -14,6 +14,9 @@ from manylora.kernels.extents import Extents
 from manylora.kernels.packing import PackedAdapter
 from manylora.kernels.pages import ROWS, ZERO_PAGE, Layout
 
+PINNED_PIECE_BYTES = 16 << 20
+"""Host memory that devices copy from is pinned in pieces that begin at multiples of this address."""
+
 _COPY_BYTES = 32 << 20
 """How much of an adapter is on its way to the device at a time: it lies there twice meanwhile."""
 
@@ -101,11 +104,27 @@ class AdapterPool:
         index = taken.to(device)
         chunk = max(1, _COPY_BYTES // self.page_bytes)
         for first in range(0, len(placed.pages), chunk):
-            images = packed.images[first : first + chunk].to(device, non_blocking=True)
-            self.pages.index_copy_(0, index[first : first + chunk], images)
+            images = packed.images[first : first + chunk]
+            arrived = torch.empty(images.shape, dtype=images.dtype, device=device)
+            copy_in_pieces(arrived, images)
+            self.pages.index_copy_(0, index[first : first + chunk], arrived)
         self.table[placed.table : placed.table + len(entries)] = entries.to(device)
 
     def remove(self, placed: Placed) -> None:
         """Give an adapter's pages back. No step that may still run must name it."""
         self._free.extend(reversed(placed.pages))
         self._entries.give_back(placed.table, placed.rank_blocks * self.layout.entries_per_block)
+
+
+def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, piece_bytes: int = PINNED_PIECE_BYTES) -> None:
+    """Copy host memory, on the current stream, without crossing an address that is a multiple of `piece_bytes`.
+
+    Memory is pinned in such pieces, and CUDA refuses a copy that reaches from one pinned range into another. Both
+    tensors are contiguous and of one size.
+    """
+    into, out_of = target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
+    address, first, size = source.data_ptr(), 0, out_of.numel()
+    while first < size:
+        end = min(size, first + piece_bytes - (address + first) % piece_bytes)
+        into[first:end].copy_(out_of[first:end], non_blocking=True)
+        first = end

@@ -20,13 +20,12 @@ from manylora.errors import Unavailable
 from manylora.kernels.exact import ExactAdapter
 from manylora.kernels.packing import Ints, PackedAdapter
 from manylora.kernels.pages import Layout, Module
-from manylora.kernels.pool import AdapterPool, Placed, PoolFull
+from manylora.kernels.pool import PINNED_PIECE_BYTES, AdapterPool, Placed, PoolFull
 
 log = logging.getLogger(__name__)
 
 Packed = PackedAdapter | ExactAdapter
 
-_PINNED_PIECE_BYTES = 16 << 20
 _PIN_PAUSE_S = 0.002
 
 
@@ -70,7 +69,7 @@ class PagedStore:
         self._lock, self._filling = threading.Lock(), threading.Lock()
         self._copies = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
         self._removed: torch.cuda.Event | None = None
-        self._pinned = PinnedMemory(self._filling)
+        self._pinned = PinnedMemory(self._filling, torch.device(device))
 
     @property
     def budget_bytes(self) -> int:
@@ -179,9 +178,9 @@ class PinnedMemory:
     say) is copied from all the same, more slowly.
     """
 
-    def __init__(self, copying: threading.Lock) -> None:
+    def __init__(self, copying: threading.Lock, device: torch.device) -> None:
         """`copying` is held while anybody copies."""
-        self._copying = copying
+        self._copying, self._device = copying, device
         self._pieces: list[int] = []
         self._memory: mmap.mmap | None = None
         self._turn = threading.Lock()
@@ -192,20 +191,25 @@ class PinnedMemory:
             self._let_go()
             self._memory = memory
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            for first in range(0, len(memory), _PINNED_PIECE_BYTES):
-                nbytes = min(_PINNED_PIECE_BYTES, len(memory) - first)
-                if int(torch.cuda.cudart().cudaHostRegister(address + first, nbytes, 0)) != 0:
-                    log.warning("host memory of adapters is pinned up to %d of %d bytes", first, len(memory))
+            end = address + len(memory)
+            while address < end:
+                piece_end = min(end, address - address % PINNED_PIECE_BYTES + PINNED_PIECE_BYTES)
+                with torch.cuda.device(self._device):
+                    error = int(torch.cuda.cudart().cudaHostRegister(address, piece_end - address, 0))
+                if error:
+                    log.warning("%d of %d bytes of host memory cannot be pinned", end - address, len(memory))
                     return
-                self._pieces.append(address + first)
+                self._pieces.append(address)
+                address = piece_end
                 time.sleep(_PIN_PAUSE_S)
         log.info("%d bytes of host memory are pinned", len(memory))
 
     def _let_go(self) -> None:
         """A copy that is under way may read the old memory: it ends first."""
         with self._copying:
-            for address in self._pieces:
-                torch.cuda.cudart().cudaHostUnregister(address)
+            with torch.cuda.device(self._device):
+                for address in self._pieces:
+                    torch.cuda.cudart().cudaHostUnregister(address)
             self._pieces.clear()
             self._memory = None
 
