@@ -104,7 +104,7 @@ def _read_files(folder: Path) -> tuple[dict[str, Any], bytearray]:
         raw = (folder / CONFIG_FILE).read_bytes()
         data = bytearray((folder / WEIGHTS_FILE).stat().st_size)
         with (folder / WEIGHTS_FILE).open("rb", buffering=0) as file:
-            data = data[: _read_into(file, memoryview(data))]
+            del data[_read_into(file, memoryview(data)) :]
         # Only the disk tier names folders by content.
         if len(folder.name) == DIGEST_HEX_CHARS and _digest(raw, data) != folder.name:
             raise CorruptBlob(f"the files of adapter {folder.name[:16]} no longer match their digest")
@@ -207,7 +207,8 @@ def _checked(
     _check_size(name, a, b, scale, dtype)
     if module.a_columns is not None:
         a = _rows(a.t(), module.a_columns).t()
-    a, b = a.to(dtype), (b.float() * scale).to(dtype)
+    # A product with a number is computed in float32 and rounded once, whatever the tensor's own type.
+    a, b = a.to(dtype), b * scale if b.dtype == dtype else (b.float() * scale).to(dtype)
     split = b.split(full_widths) if part.count > 1 else [b]
     if module.b_rows is not None:
         split = [_rows(rows, ranges) for rows, ranges in zip(split, module.b_rows[part.first :], strict=False)]
@@ -245,10 +246,16 @@ def _check_size(name: str, a: torch.Tensor, b: torch.Tensor, scale: float, dtype
 
     Whatever overflows all the same harms its own answers only; see `engine.vllm_internals.zero_new_kv_blocks`.
     """
-    largest_a, largest_b = float(a.abs().amax()), abs(scale) * float(b.abs().amax())
+    largest_a, largest_b = _largest(a), abs(scale) * _largest(b)
     bound = a.shape[0] * largest_a * largest_b
     if not bound <= MAX_DELTA:
         raise InvalidAdapter(f"{name}: its weights change the layer by up to {bound:.1e}, which overflows")
     limit = torch.finfo(dtype).max
     if not max(largest_a, largest_b) <= limit:
         raise InvalidAdapter(f"{name}: its weights reach {max(largest_a, largest_b):.1e}, {dtype} only {limit:.1e}")
+
+
+def _largest(matrix: torch.Tensor) -> float:
+    """The largest magnitude; NaN where there is one."""
+    smallest, largest = torch.aminmax(matrix)
+    return max(abs(float(smallest)), abs(float(largest)), key=lambda value: (math.isnan(value), value))
