@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from manylora.agent.disk_budget import DiskBudget  # noqa: E402
-from manylora.agent.http import HttpServer
+from manylora.agent.http import HttpServer  # noqa: E402
 from manylora.agent.metrics import AgentMetrics  # noqa: E402
 from manylora.agent.stager import Stager  # noqa: E402
 
