@@ -466,3 +466,23 @@ async def test_random_comings_and_goings_leave_a_clean_account() -> None:
     assert world.account._out == set()
     assert {r.engine_name for r in world.account.residents()} == set(world.memory.in_memory.values()) == world.served
     assert all(r.in_flight == 0 for r in world.account.residents())
+
+
+async def test_a_folder_is_looked_for_once_and_again_when_it_has_gone(tmp_path: Path) -> None:
+    world = World(places=1)
+    looked: list[str] = []
+    folder = tmp_path / "digest"
+
+    def find() -> Path | None:
+        looked.append("a")
+        return folder if folder.is_dir() else None
+
+    folder.mkdir()
+    for name in ("a", "b", "a"):
+        await world.use(name, find if name == "a" else lambda: FOLDER)
+    assert looked == ["a"]
+    await world.use("b")
+    folder.rmdir()
+    with pytest.raises(AdapterNotOnDisk):
+        await world.use("a", find)
+    assert looked == ["a", "a"]

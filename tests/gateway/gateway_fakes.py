@@ -185,6 +185,7 @@ class FakeEngine:
             routes=[
                 *(Route(path, self._generate, methods=["POST"]) for path in paths),
                 Route("/health", self._health),
+                Route("/manylora/v1/residency", lambda request: JSONResponse({"adapters": [], "waiting": 0})),
                 Route("/metrics", lambda request: PlainTextResponse('vllm:num_loras_in_gpu{model="m"} 1\n')),
                 Route("/manylora/v1/evict", self._evict, methods=["POST"]),
                 Route("/manylora/v1/residency", lambda request: JSONResponse({"adapters": []})),

@@ -57,6 +57,14 @@ def test_the_engines_metrics_need_an_admin_or_this_machine(world: World) -> None
     assert world.get("/metrics/engine", ADMIN_KEY, **proxied).status_code == 200
 
 
+def test_what_is_in_memory_needs_an_admin_or_this_machine(world: World) -> None:
+    assert world.get("/admin/v1/residency", key=None).json() == {"adapters": [], "waiting": 0}
+    proxied = {"x-forwarded-for": "1.2.3.4"}
+    assert world.get("/admin/v1/residency", None, **proxied).status_code == 401
+    assert world.get("/admin/v1/residency", KEY, **proxied).status_code == 403
+    assert world.get("/admin/v1/residency", ADMIN_KEY, **proxied).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("client", "headers", "expected"),
     [

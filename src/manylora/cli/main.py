@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import manylora
-from manylora.cli import adapters, agent, audit, bases, demo, grants, keys, serve, simulate, tenants
+from manylora.cli import adapters, agent, audit, bases, demo, grants, keys, serve, simulate, tenants, top
 from manylora.cli.output import say
 from manylora.cli.reporting_group import ReportingGroup
 from manylora.cli.session import session_of
@@ -62,6 +62,7 @@ def root(
 
 app.command(short_help="Serve a base model with all its adapters.")(serve.serve)
 app.command(short_help="Keep a node's adapters packed and ready in memory.")(agent.agent)
+app.command(short_help="Show which adapters are where, live.")(top.top)
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(bases.app, name="base")
 app.add_typer(tenants.app, name="tenant")

@@ -29,7 +29,7 @@ LOAD_S = 0.01
 
 
 REMEMBERED = 65536
-"""Versions whose sizes are kept."""
+"""Versions whose sizes and folders are kept."""
 
 
 class AdapterNotOnDisk(ManyloraError):
@@ -156,6 +156,7 @@ class Residency:
         self._residents: dict[str, Resident] = {}
         self._counter = _Counter()
         self._sizes: dict[str, int] = {}
+        self._folders: dict[str, Path] = {}
         self._measuring: dict[str, asyncio.Task[int]] = {}
         self._waiting: dict[_Request, _Waiting] = {}
         self._out: set[_Request] = set()
@@ -200,10 +201,7 @@ class Residency:
     async def _enter(self, request: _Request, engine_name: str, find_folder: Callable[[], Path | None]) -> Resident:
         """The version's entry, with this request's pin on it; its load has begun at least."""
         admission = await self._account()
-        known = self._residents.get(engine_name)
-        folder = find_folder() if known is None else known.folder
-        if folder is None:
-            raise AdapterNotOnDisk(f"version {engine_name} is not on this node's disk")
+        folder = self._folder(engine_name, find_folder)
         size_bytes = self._sizes.get(engine_name) or await self._size(engine_name, folder)
         try:
             decision = admission.ask(request, Entry(engine_name, size_bytes, LOAD_S), self._clock())
@@ -215,6 +213,21 @@ class Residency:
         self._waiting[request] = waiting
         self._obey(decision)
         return waiting.go.result()
+
+    def _folder(self, engine_name: str, find_folder: Callable[[], Path | None]) -> Path:
+        """Where a version lies. Looking for it means to read a folder of thousands, so what was found is remembered."""
+        known = self._residents.get(engine_name)
+        if known is not None:
+            return known.folder
+        folder = self._folders.get(engine_name)
+        if folder is None or not folder.is_dir():
+            folder = find_folder()
+        if folder is None:
+            raise AdapterNotOnDisk(f"version {engine_name} is not on this node's disk")
+        if len(self._folders) >= REMEMBERED:
+            self._folders.clear()
+        self._folders[engine_name] = folder
+        return folder
 
     async def _account(self) -> Admission:
         async with self._opening:

@@ -134,6 +134,7 @@ def _others(models: ModelsApi, lora: LoraApi, health: Health) -> list[BaseRoute]
         Route("/readyz", health.ready, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/metrics/engine", health.engine_metrics, methods=["GET"]),
+        Route("/admin/v1/residency", health.residency, methods=["GET"]),
     ]
 
 

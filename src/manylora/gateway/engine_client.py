@@ -51,8 +51,15 @@ class EngineClient:
 
     async def metrics_text(self) -> tuple[bytes, str]:
         """The engine's own metrics and their content type."""
+        return await self._text("/metrics")
+
+    async def residency(self) -> tuple[bytes, str]:
+        """What is in the engine's adapter memory (JSON), and its content type."""
+        return await self._text("/manylora/v1/residency")
+
+    async def _text(self, path: str) -> tuple[bytes, str]:
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S), self._get("/metrics") as answer:
+            async with asyncio.timeout(PROBE_TIMEOUT_S), self._get(path) as answer:
                 body = await read_answer(answer, MAX_METRICS_BYTES)
                 return body, answer.content_type or "text/plain"
         except (ConnectionFailed, TimeoutError) as failure:

@@ -1,11 +1,13 @@
 """What operators and probes ask: alive, ready, metrics. Needs no key, and tells no name of a tenant or an adapter.
 
-The engine's metrics carry adapter names, so they need an admin key, or a caller on this very machine.
+The engine's metrics and what is in its memory carry adapter names: they need an admin key, or a caller on this very
+machine.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -55,10 +57,19 @@ class Health:
         return Response(body, headers={"content-type": content_type})
 
     async def engine_metrics(self, request: Request) -> Response:
-        exchange_of(request.scope).route = "/metrics/engine"
+        return await self._of_engine(request, "/metrics/engine", self._engine.metrics_text)
+
+    async def residency(self, request: Request) -> Response:
+        """Which adapters are in the engine's memory, and who uses them."""
+        return await self._of_engine(request, "/admin/v1/residency", self._engine.residency)
+
+    async def _of_engine(
+        self, request: Request, route: str, ask: Callable[[], Awaitable[tuple[bytes, str]]]
+    ) -> Response:
+        exchange_of(request.scope).route = route
         if not from_this_machine(request):
             await self._admission.authenticate_admin(request.headers)
-        body, content_type = await self._engine.metrics_text()
+        body, content_type = await ask()
         return Response(body, headers={"content-type": content_type})
 
     async def _registry_readable(self) -> bool:
