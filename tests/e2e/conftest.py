@@ -12,7 +12,14 @@ from harness.stack import Stack, StackHolder
 from harness.zoo import Zoo, open_zoo
 
 HERE = Path(__file__).parent
-LAST = ("test_bad_adapter.py", "test_overflow.py", "test_crashes.py", "test_shutdown.py")
+LAST = (
+    "test_bad_adapter.py",
+    "test_overflow.py",
+    "test_tiers.py",
+    "test_tensor_parallel.py",
+    "test_crashes.py",
+    "test_shutdown.py",
+)
 """Files that damage, kill and stop run after those that need the stack's processes to stay the same."""
 
 

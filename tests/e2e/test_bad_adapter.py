@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import openai
 import pytest
 from harness import evil
 from harness.asking import Question, ask, ask_right, async_client, question, traffic
+from harness.crowd import variant
 from harness.stack import TENANT, Stack
 from harness.zoo import BASE, Zoo
 
@@ -51,11 +53,12 @@ DAMAGES: tuple[Callable[[Path], None], ...] = (
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-async def test_damaged_in_the_disk_tier(stack: Stack, zoo: Zoo, damage: Callable[[Path], None]) -> None:
+async def test_damaged_in_the_disk_tier(stack: Stack, zoo: Zoo, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Of a version that no other tier has: its packed form would answer rightly, whatever becomes of its folder."""
     engine, gateway = stack.engine_pids(), stack.gateway_pid()
     recipe = f"fleet{60 + DAMAGES.index(damage):03d}"
     asked = question(recipe, zoo.fleet_prompt(recipe), model=f"{TENANT}/damaged-{recipe}")
-    folder = _on_disk(stack, recipe, asked)
+    folder = _on_disk(stack, zoo, recipe, asked, tmp_path)
     damage(folder)
     async with async_client(stack) as client, traffic(client, _others(stack, zoo), concurrency=3) as log:
         errors = await asyncio.gather(*(_error_of(client, asked) for _ in range(4)))
@@ -73,12 +76,12 @@ async def test_damaged_in_the_disk_tier(stack: Stack, zoo: Zoo, damage: Callable
         await ask_right(client, asked)
 
 
-async def test_lost_after_it_was_loaded(stack: Stack, zoo: Zoo) -> None:
+async def test_lost_after_it_was_loaded(stack: Stack, zoo: Zoo, tmp_path: Path) -> None:
     """The folder goes while the adapter is in memory; evicted and asked for again, it is fetched again or refused."""
     engine = stack.engine_pids()
     recipe = "fleet070"
     asked = question(recipe, zoo.fleet_prompt(recipe), model=f"{TENANT}/damaged-{recipe}")
-    folder = _on_disk(stack, recipe, asked)
+    folder = _on_disk(stack, zoo, recipe, asked, tmp_path)
     crowd = [f"fleet{number:03d}" for number in range(71, 83)]
     for name in crowd:
         stack.publish(name)
@@ -92,9 +95,9 @@ async def test_lost_after_it_was_loaded(stack: Stack, zoo: Zoo) -> None:
     assert stack.engine_pids() == engine
 
 
-def _on_disk(stack: Stack, recipe: str, asked: Question) -> Path:
-    """Publish and fetch into the disk tier, where the gateway finds it complete; the engine hasn't read it yet."""
-    published = stack.publish(recipe, asked.model.removeprefix(f"{TENANT}/"))
+def _on_disk(stack: Stack, zoo: Zoo, recipe: str, asked: Question, made: Path) -> Path:
+    """Publish and fetch into the disk tier, where the gateway finds it complete; nobody has read it yet."""
+    published = stack.publish_folder(variant(zoo, recipe, secrets.randbelow(1000), made), asked.model)
     digest = published.version.digest
     tier = DiskTier(stack.settings.disk_tier)
     return tier.ensure(digest, lambda into: stack.catalog.download(digest, into))

@@ -61,6 +61,11 @@ class FakeManager:
         self.prepared.append(FakePrepared())
         return self.prepared[-1]
 
+    def measure(self, folder: Path) -> Any:
+        if self.unreadable is not None:
+            raise self.unreadable
+        return SimpleNamespace(nbytes=123, unknown=("x",), source="host")
+
     def place(self, lora_id: int, prepared: FakePrepared) -> None:
         self.placing.wait(10)
         if self.refusal is not None:
@@ -178,10 +183,10 @@ def test_what_is_dropped_on_its_way_and_finds_no_room_lets_go(loader: Any, manag
     assert loader._loads == {}
 
 
-def test_to_measure_is_to_prepare_and_let_go(loader: Any, manager: FakeManager) -> None:
+def test_to_measure_takes_nothing_into_memory(loader: Any, manager: FakeManager) -> None:
     outcome = loader.load(load(lora_id=MEASURE))
     assert (outcome.state, outcome.nbytes, outcome.unknown) == (READY, 123, ("x",))
-    assert manager.prepared[0].closed
+    assert manager.prepared == []
     assert manager.placed == []
     manager.unreadable = InvalidAdapter("no")
     assert loader.load(load(lora_id=MEASURE)).state == FAILED

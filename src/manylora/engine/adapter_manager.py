@@ -27,7 +27,7 @@ from manylora.kernels.pool import PoolFull
 from manylora.kernels.stores import AdapterStore, Packed
 from manylora.staging.folder import read_folder
 from manylora.staging.layout import EXACT, EngineLayout
-from manylora.staging.packed_form import copy_block, pack_weights, view_packed
+from manylora.staging.packed_form import copy_block, pack_weights, packed_bytes, view_packed
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,15 @@ class PreparedAdapter:
     def close(self) -> None:
         """Let go of the packed form. Raises `CorruptBlob` if it had become another's meanwhile."""
         self.held.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of an adapter before it has a place."""
+
+    nbytes: int
+    unknown: tuple[str, ...]
+    source: str
 
 
 class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
@@ -110,6 +119,21 @@ class AdapterManager(vllm_seam.LRUCacheWorkerLoRAManager):
             # No agent, or one without room: better a load that costs this worker some time than none.
             log.warning("adapter %s is packed here: %s", folder.name[:16], error)
             return self._prepare_here(folder)
+
+    def measure(self, folder: Path) -> Measured:
+        """How large an adapter will be; its packed form is in host memory afterwards, where there is an agent.
+
+        Raises as `prepare` does.
+        """
+        agent = self.agent()
+        if agent is not None and len(folder.name) == DIGEST_HEX_CHARS:
+            try:
+                with agent.staged(folder.name) as staged:
+                    return Measured(packed_bytes(staged.header), staged.header.unknown, staged.source)
+            except Unavailable as error:
+                log.warning("adapter %s is measured here: %s", folder.name[:16], error)
+        prepared = self._prepare_here(folder)
+        return Measured(prepared.packed.nbytes, prepared.unknown, prepared.source)
 
     def _staged(self, agent: AgentClient, digest: str) -> PreparedAdapter:
         with contextlib.ExitStack() as stack:

@@ -79,12 +79,10 @@ class Loader:
     def _measure(self, load: Load) -> Outcome:
         started_s = time.monotonic()
         try:
-            prepared = self.manager.prepare(Path(load.folder))
-            prepared.close()
+            found = self.manager.measure(Path(load.folder))
         except Exception as error:  # as for a load
             return _failed(load, error)
-        seconds = time.monotonic() - started_s
-        return Outcome(load.number, READY, prepared.packed.nbytes, seconds, prepared.source, prepared.unknown)
+        return Outcome(load.number, READY, found.nbytes, time.monotonic() - started_s, found.source, found.unknown)
 
     def drop(self, lora_id: int) -> int:
         """Drop an adapter, also one that is on its way; returns the bytes freed."""

@@ -17,6 +17,8 @@ from manylora.gateway.server import serve
 from manylora.settings import Settings
 from manylora.telemetry import configure_logging
 
+SWITCH_INTERVAL_S = 0.0002
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the flags; everything else comes from `Settings`."""
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"manylora gateway: {error}", file=sys.stderr)
         return 2
     configure_logging("gateway")
+    # Threads that fetch give the interpreter back to the event loop within this time, which streams wait for.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         return serve(settings, engine_socket=args.engine_socket, base_model_name=args.base_model)
     except ManyloraError as error:

@@ -119,6 +119,13 @@ def block_bytes(header: PackedHeader) -> int:
     return payload_start(header) + header.payload_bytes
 
 
+def packed_bytes(header: PackedHeader) -> int:
+    """What the adapter in a block takes in adapter memory (`nbytes` of its view)."""
+    if header.columns:
+        return header.pages * ROWS * header.columns * int(getattr(torch, header.dtype).itemsize)
+    return header.payload_bytes
+
+
 def payload_start(header: PackedHeader) -> int:
     """Where the payload begins; the same whatever `sha256` is later set to."""
     return _aligned(_HEAD_BYTES + len(_bare(header)) + _HASH_CHARS)
