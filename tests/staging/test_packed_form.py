@@ -32,6 +32,7 @@ from manylora.staging.packed_form import (  # noqa: E402
     fill,
     header_of,
     pack_weights,
+    packed_bytes,
     payload_start,
     read_header,
     view_packed,
@@ -108,6 +109,7 @@ def there_and_back(engine: EngineLayout, made: Weights, *, padded: bool = False)
     packed = pack_weights(engine, made)
     block, header = block_of(engine, packed)
     assert read_header(block) == header
+    assert packed_bytes(header) == packed.nbytes
     same(view_packed(block, read_header(block)), packed, padded=padded)
     copied = copy_block(block)
     block[:] = bytes(len(block))
