@@ -123,3 +123,20 @@ def test_it_serves_until_it_is_told_to_end(tmp_path: Path, ending: signal.Signal
     finally:
         process.kill()
         process.wait(30)
+
+
+def test_without_pytorch_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')\n")
+    sockets = ["--socket", str(tmp_path / "a"), "--http-socket", str(tmp_path / "h")]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "MANYLORA_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-m", "manylora.agent", *sockets],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "torch is not installed" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

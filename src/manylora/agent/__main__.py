@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
         _serve(settings, host_bytes, disk_bytes, args.socket, args.http_socket)
+    except ModuleNotFoundError as error:
+        log.error(
+            "%s is not installed: the agent needs an engine's packages (manylora[gpu] or manylora[cpu])", error.name
+        )
+        return 1
     except (ManyloraError, OSError) as error:
         log.error("%s", error)
         return 1
